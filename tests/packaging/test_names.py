@@ -59,7 +59,7 @@ WRITTEN = ("bench/results/", "out/", "dist/", "build/")
 """Files that commands write."""
 OTHER_OPTIONS = {
     "--count", "--seed", "--within", "--only", "--jobs", "--modules", "--write", "--share",
-    "--resume", "--list", "--tokens", "--block",
+    "--resume", "--list", "--tokens", "--block", "--random",
     "--no-deps", "--no-build-isolation", "--prefix", "--import-mode",
     "--insecure-ignore-tlog", "--public-key-id", "--verified-level", "--attestation",
     "--type", "--bundle", "--logprobs-mode", "--model-path", "--strict",

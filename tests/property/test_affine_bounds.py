@@ -17,10 +17,10 @@ from kcdsl_backends.drift.affine.tape import Remainder as ProverRemainder
 from kcdsl_backends.drift.affine.tape import Tape as ProverTape
 from kcdsl_backends.drift.affine.tape import TapeEntry as ProverEntry
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.curves import Remainder
 from kcdsl_certs.recheck.affine.ellipsoids import largest
+from kcdsl_certs.recheck.affine.remainders import Remainder
 from kcdsl_certs.recheck.affine.reverse_passes import length, surrounded
-from kcdsl_certs.recheck.affine.tape import Pull, Share, Tape, TapeEntry
+from kcdsl_certs.recheck.affine.tape import VJP, Share, Tape, TapeEntry
 
 Floats = np.ndarray
 
@@ -69,7 +69,7 @@ def test_price_equals_the_linear_program(kind: str) -> None:
         if seed % 4 == 0:
             alpha[1, :, ::2] = 0.0
         a, b = prover_remainder(low, high, total).nonlinear().between(prover_adjoint(alpha))
-        c, d = Remainder(low, high, total).curve.between(Adjoint(alpha, (0, 0)))
+        c, d = Remainder(low, high, total).nonlinear.between(Adjoint(alpha, (0, 0)))
         for k in range(3):
             most = greatest(alpha[k, 0], low[0], high[0], float(total[0, 0]))
             least = -greatest(-alpha[k, 0], low[0], high[0], float(total[0, 0]))
@@ -95,7 +95,7 @@ def test_norms_of_remainders_are_sound(kind: str) -> None:
         low, high, total = remainders(rng, kind)
         alpha = rng.standard_normal((5, *low.shape)) * rng.choice([1e-3, 1, 1e3], low.shape)
         one = prover_remainder(low, high, total).nonlinear().together(prover_adjoint(alpha))
-        two = Remainder(low, high, total).curve.together(Adjoint(alpha, (0, 0)))
+        two = Remainder(low, high, total).nonlinear.together(Adjoint(alpha, (0, 0)))
         for _ in range(100):
             o = inside(rng, low, high, total)
             seen = float(np.linalg.norm((alpha * o).sum(axis=(1, 2))))
@@ -106,7 +106,7 @@ def test_norms_of_remainders_are_sound(kind: str) -> None:
 def norms_of_remainder(alpha: Floats, cap: Floats, total: Floats) -> tuple[float, float]:
     """Return the norm of functionals of a remainder of at most `cap`, from both programs."""
     prover = prover_remainder(-cap, cap, total).nonlinear().together(prover_adjoint(alpha))
-    return prover, Remainder(-cap, cap, total).curve.together(Adjoint(alpha, (0, 0)))
+    return prover, Remainder(-cap, cap, total).nonlinear.together(Adjoint(alpha, (0, 0)))
 
 
 def test_rows_outside_the_window_do_not_count() -> None:
@@ -214,7 +214,7 @@ def chain(rng: np.random.Generator, sizes: list[int]) -> tuple[ProverTape, Tape,
     return one, two, parts
 
 
-def through(weight: Floats, place: int) -> tuple[ProverPull, Pull]:
+def through(weight: Floats, place: int) -> tuple[ProverPull, VJP]:
     turned = torch.from_numpy(weight)
     shape = (1, weight.shape[1])
 

@@ -180,7 +180,7 @@ def test_runs_are_within_the_cases_of_both_programs(
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, FULL, record, sha256, centre, radius)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     with np.errstate(all="ignore"):
         theirs = derive(scene)
         derived = theirs.output()

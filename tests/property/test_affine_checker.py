@@ -115,7 +115,7 @@ def scene_of(
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, train, infer, sha256, centre, radius)))
-    return Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    return Derivation(proof, read(path).tensors).problem(proof.cases[0])
 
 
 def point(rng: np.random.Generator, centre: np.ndarray, radius: float, trial: int) -> np.ndarray:
@@ -164,14 +164,14 @@ def check_forms(found: Walk, values: dict[str, np.ndarray]) -> None:
     for name, form in stored_forms(found):
         error = np.abs(values[name] - form.reference)
         slack = 2.0**-46 * np.abs(values[name]).max()
-        assert (error <= form.reach + slack).all(), name
+        assert (error <= form.error_bound + slack).all(), name
 
 
 def check_functionals(
     found: Walk, values: dict[str, np.ndarray], x: np.ndarray, rng: np.random.Generator
 ) -> None:
     """Assert that random functionals of random nodes are within their reverse pass."""
-    centre = found.scene.centre
+    centre = found.problem.centre
     assert centre is not None
     for name, form in stored_forms(found):
         if form.place is None:
@@ -296,7 +296,7 @@ def test_inputs_of_the_region_are_within_the_bounds(
         slack = 2.0**-40 * np.abs(adjoint.values).sum() * (1 + np.abs(form.reference).max())
         for x in climb(error, adjoint, centre, radius, rng):
             e = error(x)
-            assert (np.abs(e) <= form.reach + slack).all()
+            assert (np.abs(e) <= form.error_bound + slack).all()
             assert low - slack <= reading(e, adjoint) <= high + slack
             closest = max(closest, reading(e, adjoint) / high)
     least = 0.9 if radius <= 2.0**-12 else 0.8 if rule in CLOSE else 0.03

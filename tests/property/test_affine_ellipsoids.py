@@ -15,8 +15,8 @@ from kcdsl_backends.drift.affine import ellipsoids as prover
 from kcdsl_backends.drift.affine import tape
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine import ellipsoids as checker
+from kcdsl_certs.recheck.affine import remainders
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine_walk import walk
@@ -98,7 +98,7 @@ def walked(
         both = {"train": passes, "infer": passes}
         document["cases"][0].update(domain="affine", passes=both)
     proof = parse(proofs.dump(document))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     with np.errstate(all="ignore"):
         hints = proof.cases[0].passes
         return walk(scene, scene.train, None if hints is None else hints[0])
@@ -150,7 +150,7 @@ def test_runs_are_within_the_ellipsoids_of_both_programs(
     run = affine_run(*sides, torch.from_numpy(centre), spread, 0.0)
     known = surrounded(found)
     assert known
-    plain, linear = found.scene.parameters.plain, found.scene.parameters.linear
+    plain, linear = found.problem.parameters.plain, found.problem.parameters.linear
     farthest = 0.0
     for trial in range(24):
         x = centre + radius * rng.choice([-1.0, 1.0], centre.shape)
@@ -320,7 +320,7 @@ def test_remainders_with_bounded_sums_are_in_their_ellipsoids(seed: int) -> None
         values = np.diag(rng.standard_normal(count)).reshape(count, rows, n)
     if seed == 4 and rows > 1:
         values[:, 0] = 0.0  # a window may contain unused rows
-    theirs = curves.Remainder(low, high, sums).curve.around
+    theirs = remainders.Remainder(low, high, sums).nonlinear.around
     tensors = torch.from_numpy(low), torch.from_numpy(high), torch.from_numpy(sums)
     ours = tape.Remainder(*tensors).nonlinear().around
     assert theirs is not None
@@ -345,7 +345,7 @@ def test_remainders_with_bounded_sums_are_in_their_ellipsoids(seed: int) -> None
     alone[0, -1, -1] = 1.0  # one element as large as its cap and the sum: attained
     single = np.zeros((rows, n))
     single[-1, -1] = 0.5
-    exact = curves.Remainder(-single, single, single[:, -1:]).curve.around
+    exact = remainders.Remainder(-single, single, single[:, -1:]).nonlinear.around
     assert exact is not None
     around_one = checker.sum_of(exact(Adjoint(alone, (0, 0))))
     assert float(np.trace(around_one)) == pytest.approx(0.25, rel=1e-6)

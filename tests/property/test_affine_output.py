@@ -45,7 +45,7 @@ def test_roundings_of_shrinking_values_are_smaller(
     sha256 = proofs.write_safetensors(path, g.tensors)
     proof = parse(proofs.dump(proofs.document(g, EXACT, ROUNDED, sha256, centre, radius)))
     with np.errstate(all="ignore"):
-        derived = derive(Derivation(proof, read(path).tensors).scene(proof.cases[0])).output
+        derived = derive(Derivation(proof, read(path).tensors).problem(proof.cases[0])).output
     size = 0.75 * abs(weight)
     grows, shrinks = size * (2 * UNIT + UNIT**2), size * (2 * UNIT - UNIT**2)
     for lo, hi in ((float(found.lo), float(found.hi)), (derived.lo.item(), derived.hi.item())):

@@ -159,7 +159,7 @@ def drifts(
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, *pair, sha256, centre, radius)))
     with np.errstate(all="ignore"):
-        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
         likely = None if chance is None else (chance.alpha, chance.functionals)
         derived = derive(scene, chance=likely).output()
     return Box(found.lo.numpy(), found.hi.numpy()), derived
@@ -176,7 +176,7 @@ def checker(
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, record, record, sha256, centre, radius)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     with np.errstate(all="ignore"):
         return walk(scene, scene.train, budget=budget)
 
@@ -228,10 +228,12 @@ def test_entries_of_affine_forms_agree(tmp_path: Path, rule: str, name: str, rad
         apart = np.abs(mine.reference.numpy() - found.reference)
         # Where casts go toward zero the reference is the midpoint of the error interval.
         inward = record["casts"] in ("toward_zero", "any_toward_zero")
-        assert (apart <= noise + inward * np.abs(mine.error_bound.numpy() - found.reach)).all()
+        assert (
+            apart <= noise + inward * np.abs(mine.error_bound.numpy() - found.error_bound)
+        ).all()
         known = found.reference == 0  # masked columns, which the prover stores like any number
-        reach = np.where(known, found.reach, mine.error_bound.numpy())
-        confirmed(reach, found.reach, noise, looser)
+        reach = np.where(known, found.error_bound, mine.error_bound.numpy())
+        confirmed(reach, found.error_bound, noise, looser)
         compare(mine, other, noise, looser, known)
         if node["op"] == "softmax":
             mine, other = first.tape.entries[index - 1], second.tape.entries[found.place - 1]
@@ -318,7 +320,7 @@ def compare(
     mine: ProverEntry, other: TapeEntry, noise: float, looser: float, known: Floats
 ) -> None:
     """Compare centre and radius of an entry, where the reference is not a known zero."""
-    none = np.zeros(other.reach.shape)
+    none = np.zeros(other.error_bound.shape)
     a = none if mine.centre is None else mine.centre.numpy()
     b = none if other.centre is None else other.centre
     assert (np.abs(a - b) <= np.abs(a) * looser + noise).all()

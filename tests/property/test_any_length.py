@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.any_length import marks_of
 from kcdsl_certs.recheck.interval.box import Box as CheckerBox
-from kcdsl_certs.recheck.interval.state import Mask, Probabilities, Scene, State, numeric
+from kcdsl_certs.recheck.interval.state import DriftProblem, Mask, Probabilities, State, numeric
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.ops.attention import context as checker_rules
@@ -88,7 +88,7 @@ class Given:
         )
         proof = parse(proofs.dump(self.document))
         doubles = Derivation(proof, read(self.path).tensors)
-        scene = doubles.scene(proof.cases[0])
+        scene = doubles.problem(proof.cases[0])
         self.parameters, self.parsed = scene.parameters, (proof.train, proof.infer)
         with np.errstate(all="ignore"):
             self.states = {
@@ -205,14 +205,14 @@ def test_only_rounding_grows_with_the_length() -> None:
 # --- the caps, attained ---------------------------------------------------------------------------
 
 
-def scene_of(longest: int, record: Any) -> Scene:
+def scene_of(longest: int, record: Any) -> DriftProblem:
     """Return a scene of one softmax and its context product, for the checker's rules alone."""
     graph = attention_alone(2)
     document = sequences.document(
         graph, {}, (record, record), "0" * 64, np.zeros((1, 3)), 1.0, longest
     )
     proof = parse(proofs.dump(document))
-    return Derivation(proof, {}).scene(proof.cases[0])
+    return Derivation(proof, {}).problem(proof.cases[0])
 
 
 def attention_alone(rows: int) -> Any:

@@ -140,7 +140,7 @@ def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path)
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, record, record, sha256, centre, radius)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     made = written(graph, record, centre, radius).passes.to_json()
     hints = {Pass(p["at"], p["of"], p["kind"], p["stop"]): tuple(p["rows"]) for p in made}
     with np.errstate(all="ignore"):
@@ -153,7 +153,7 @@ def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path)
 
     def claim(alpha: Array, row: int) -> tuple[float, Array, Array]:
         a = Adjoint(alpha[None, :, None, :], (0, row, 0))
-        low, high = averaged.curve.between(a)
+        low, high = averaged.nonlinear.between(a)
         assert float(low[0]) == -float(high[0])
         pulled: Any = {place: pull(a) for place, pull in averaged.operands}
         of_x = pulled[x.place]
@@ -168,7 +168,14 @@ def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path)
     weight = v.origin.weight.reshape(-1, WIDTH, INPUTS)
     own, weight = (np.repeat(a, HEADS // len(a), axis=0) for a in (own, weight))
     return Product(
-        p.reference, p.reach, p.balance[..., 0], v.reference, own, weight, x.reach, claim
+        p.reference,
+        p.error_bound,
+        p.balance[..., 0],
+        v.reference,
+        own,
+        weight,
+        x.error_bound,
+        claim,
     )
 
 

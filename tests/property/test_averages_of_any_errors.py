@@ -143,7 +143,7 @@ def checker(rng: np.random.Generator, groups: int, folder: Path) -> Product:
     sha256 = proofs.write_safetensors(path, graph.tensors)
     x = rng.standard_normal(graph.input_shape)
     proof = parse(proofs.dump(proofs.document(graph, RECORD, RECORD, sha256, x, RADIUS)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     made = written(graph, x).passes.to_json()
     hints = {Pass(p["at"], p["of"], p["kind"], p["stop"]): tuple(p["rows"]) for p in made}
     with np.errstate(all="ignore"):
@@ -154,11 +154,11 @@ def checker(rng: np.random.Generator, groups: int, folder: Path) -> Product:
     values = bilinear.values(walked, v, (2 * groups, ROWS, WIDTH))
     assert values is not None
     one = Operands.of(rng, groups)
-    p = replace(p, reference=one.p, reach=one.moved, balance=one.balance[..., None])
-    made_up = replace(values, rest=one.own, reach=np.stack([one.reach] * 2 * groups))
+    p = replace(p, reference=one.p, error_bound=one.moved, balance=one.balance[..., None])
+    made_up = replace(values, rest=one.own, error_bound=np.stack([one.reach] * 2 * groups))
     found = averages(walked, p, v, made_up)
     assert found is not None
-    curve, ((_, to_p), (_, to_x)) = found.curve, found.operands
+    curve, ((_, to_p), (_, to_x)) = found.nonlinear, found.operands
 
     def claim(alpha: Array, row: int, where: Window) -> tuple[float, Array, Array]:
         a = Adjoint(alpha[where][None, :, None], (where[0].start, row, where[1].start))

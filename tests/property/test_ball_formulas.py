@@ -101,18 +101,18 @@ AGREE, AGREE_FINE = 1e-9, 2e-5
 
 
 def page(setting: Setting, folder: Path) -> Page:
-    scene = setting.scene(folder)
+    problem = setting.problem(folder)
 
     def stored(kernel: Any) -> tuple[Any, Any]:
         return (
-            lambda key: scene.parameters.plain(key, kernel),
-            lambda key: scene.parameters.linear(key, kernel),
+            lambda key: problem.parameters.plain(key, kernel),
+            lambda key: problem.parameters.linear(key, kernel),
         )
 
     found = Page(
         setting.graph,
         (Kernel(setting.train), Kernel(setting.infer)),
-        (stored(scene.train), stored(scene.infer)),
+        (stored(problem.train), stored(problem.infer)),
         setting.centre,
         setting.radius,
     )

@@ -137,7 +137,7 @@ def prover(setting: Setting, _: Path) -> Side:
 
 
 def checker(setting: Setting, folder: Path) -> Side:
-    scene = setting.scene(folder)
+    scene = setting.problem(folder)
     with np.errstate(all="ignore"):
         found = walk(scene, scene.train)
     forms = {

@@ -15,7 +15,7 @@ import pytest
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.bounds_walk import walk
-from kcdsl_certs.recheck.interval.state import Scene
+from kcdsl_certs.recheck.interval.state import DriftProblem
 from kcdsl_certs.recheck.linear_bounds.context import Context
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch
 from tests.support import proofs
@@ -38,7 +38,7 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
     round_nothing(monkeypatch)
 
 
-def exactly(graph: Any, scene: Scene, x: Floats) -> tuple[dict[str, Any], dict[str, Any]]:
+def exactly(graph: Any, scene: DriftProblem, x: Floats) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of both kernels at every node."""
     found = []
     for record, kernel in ((TRAIN, scene.train), (INFER, scene.infer)):
@@ -79,7 +79,7 @@ def test_exact_deviations_and_drifts_are_within_linear_bounds(
     rng = np.random.default_rng([READ.index(rule), int(radius * 2**14)])
     graph = RULES[rule](rng)
     centre = rng.standard_normal(graph.input_shape)
-    scene = Setting(graph, TRAIN, INFER, centre, radius).scene(tmp_path)
+    scene = Setting(graph, TRAIN, INFER, centre, radius).problem(tmp_path)
     with np.errstate(all="ignore"):
         course = walk(scene)
     compared = 0

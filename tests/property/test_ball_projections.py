@@ -89,7 +89,7 @@ def prover(setting: Setting, _: Path) -> Iterator[Projection]:
 
 
 def checker(setting: Setting, folder: Path) -> Iterator[Projection]:
-    scene = setting.scene(folder)
+    scene = setting.problem(folder)
     with np.errstate(all="ignore"):
         walked = walk(scene, scene.train)
     forms: Any = walked.forms
@@ -102,13 +102,13 @@ def checker(setting: Setting, folder: Path) -> Iterator[Projection]:
         found: Any = back(Adjoint(alpha, (0, 0, 0)))
         return np.asarray(found.values)
 
-    reach = walked.tape.entries[at].reach
+    reach = walked.tape.entries[at].error_bound
     yield Projection(scores.reference, form.reference, reach, entry.radius, pull)
 
 
 def planes(setting: Setting, folder: Path) -> Iterator[Projection]:
     with np.errstate(all="ignore"):
-        course = derive(setting.scene(folder))
+        course = derive(setting.problem(folder))
     entry = course.tape.entries[course.places[setting.graph.output]]
     scores = course.tape.entries[course.places[setting.graph.nodes[-1]["inputs"][0]]]
     moved, _ = halves(scores.d)
@@ -117,7 +117,7 @@ def planes(setting: Setting, folder: Path) -> Iterator[Projection]:
         def pulled(alpha: Floats, k: int = k) -> tuple[int, Any]:
             parts: list[Any] = [None, None]
             parts[k] = Adjoint(alpha, (0, 0, 0))
-            ((at, found),) = entry.pull(FunctionalBatch(*parts))
+            ((at, found),) = entry.vjp(FunctionalBatch(*parts))
             return at, (found.e, found.d)[k]
 
         def pull(alpha: Floats, pulled: Callable[[Floats], tuple[int, Any]] = pulled) -> Floats:

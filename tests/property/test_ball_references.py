@@ -79,7 +79,7 @@ def test_functionals_of_the_exact_error_are_within_the_reverse_pass(
     graph = BLOCKS[rule](rng)
     centre = rng.standard_normal(graph.input_shape)
     setting = Setting(graph, RECORD, RECORD, centre, radius)
-    scene = setting.scene(tmp_path)
+    scene = setting.problem(tmp_path)
     with np.errstate(all="ignore"):
         found = walk(scene, scene.train)
     x = corner(centre, radius, rng)

@@ -106,14 +106,14 @@ def check(found: list[Enclosures], t: dict[str, Any], i: dict[str, Any]) -> None
                     assert not where, (said.source, what, name, where)
 
 
-def ran(setting: Setting, scene: Any, side: str, x: Floats, seed: int, mode: str) -> Any:
-    record, kernel = getattr(setting, side), getattr(scene, side)
+def ran(setting: Setting, problem: Any, side: str, x: Floats, seed: int, mode: str) -> Any:
+    record, kernel = getattr(setting, side), getattr(problem, side)
     return runs.run(
         setting.graph,
         record,
         x,
-        lambda key: scene.parameters.plain(key, kernel),
-        lambda key: scene.parameters.linear(key, kernel),
+        lambda key: problem.parameters.plain(key, kernel),
+        lambda key: problem.parameters.linear(key, kernel),
         seed,
         mode,
         False,
@@ -150,12 +150,12 @@ def attacked(build: Any, folder: Path, name: str, inputs: str) -> int:
             setting = Setting(graph, KERNELS[pair[0]], KERNELS[pair[1]], centre, radius)
             found = list(all_enclosures(setting, folder))
             bounded += len(found)
-            scene = setting.scene(folder)
+            problem = setting.problem(folder)
             for trial in range(2):
                 x = centre + radius * rng.choice([-1.0, 0.0, 1.0], centre.shape)
                 seeds = rng.integers(2**32, size=2)
-                t = ran(setting, scene, "train", x, seeds[0], MODES[trial])
-                i = ran(setting, scene, "infer", x, seeds[1], MODES[(trial + 1) % 3])
+                t = ran(setting, problem, "train", x, seeds[0], MODES[trial])
+                i = ran(setting, problem, "infer", x, seeds[1], MODES[(trial + 1) % 3])
                 check(found, t, i)
     return bounded
 
@@ -166,9 +166,9 @@ def test_slightly_too_small_bound_is_detected(tmp_path: Path) -> None:
     graph = RULES["scale"](rng)
     centre = np.full(graph.input_shape, 0.75)
     setting = Setting(graph, KERNELS["float32 any"], KERNELS["float32 any"], centre, 0.25)
-    scene = setting.scene(tmp_path)
+    problem = setting.problem(tmp_path)
     found = list(all_enclosures(setting, tmp_path))
-    t = ran(setting, scene, "train", centre + 0.25, 0, "up")
+    t = ran(setting, problem, "train", centre + 0.25, 0, "up")
     check(found, t, t)
     moved = 2.0**-24 * 4  # the inner roundings are bounded more generously than runs need
     for said in found:

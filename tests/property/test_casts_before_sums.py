@@ -53,7 +53,7 @@ def sizes(graph: Any, record: Any, folder: Path) -> dict[str, float]:
     x, zero = torch.from_numpy(centre), torch.zeros(1, 1, dtype=torch.float64)
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, exact, record, sha256, centre)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     with np.errstate(all="ignore"):
         states = {node.name: value for node, value in propagate(scene)}
         walked = pair(scene).i
@@ -61,7 +61,7 @@ def sizes(graph: Any, record: Any, folder: Path) -> dict[str, float]:
         "intervals": float(problem.bound(x, zero).output.infer.mag().min()),
         "forms": float(problem.forms(x, zero).ends[1].size.min()),
         "intervals again": float(numeric(states[graph.output]).i.hi.min()),
-        "forms again": float((np.abs(walked.reference) + walked.reach).min()),
+        "forms again": float((np.abs(walked.reference) + walked.error_bound).min()),
     }
     if not any(node["op"] == "rope" for node in graph.nodes):
         exactly = Rational(proof, read(path).tensors).derive(proof.cases[0])[1]

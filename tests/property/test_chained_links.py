@@ -327,7 +327,7 @@ def test_input_of_a_link_is_not_cast_again(folder: Path) -> None:
     chain = parse_chain(load(found.document))
     doubles = Derivation(chain.inner, read(found.checkpoint).tensors)
     link = chain.cases[0].links[1].case
-    scene = doubles.scene(link)
+    scene = doubles.problem(link)
     assert scene.drift is not None
     region = link.region.drift
     assert region is not None

@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.affine.form import Form
 from kcdsl_certs.recheck.affine_walk import Pair, pair
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.state import Scene
+from kcdsl_certs.recheck.interval.state import DriftProblem
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import Enclosed, enclosed
 from tests.support import proofs
@@ -77,8 +77,8 @@ def test_affine_error_bounds_are_within_the_boxes(
             reach = entry.error_bound.numpy()
             noise = 2.0**-40 * float(entry.size.max())
             known = form.reference == 0  # masked columns, which the prover stores like any number
-            most = np.where(known, form.reach, reach) * (1 + AGREE) + noise
-            assert (form.reach <= most).all()
+            most = np.where(known, form.error_bound, reach) * (1 + AGREE) + noise
+            assert (form.error_bound <= most).all()
             if node not in found[side]:
                 continue
             compared += 1
@@ -86,7 +86,7 @@ def test_affine_error_bounds_are_within_the_boxes(
             box = (within.train, within.infer)[side][node]
             ends = Box(torch.tensor(box.lo), torch.tensor(box.hi))
             farthest = _farthest(ends, torch.from_numpy(np.array(form.reference)))
-            assert (form.reach <= farthest + noise).all()
+            assert (form.error_bound <= farthest + noise).all()
     assert compared > 0
 
 
@@ -154,19 +154,21 @@ def _boxes(
     return kernel_boxes(block(graph), kernels, torch.from_numpy(centre), spread)
 
 
-def _scene(folder: Path, graph: Any, kernel: Any, centre: np.ndarray, radius: float) -> Scene:
+def _scene(
+    folder: Path, graph: Any, kernel: Any, centre: np.ndarray, radius: float
+) -> DriftProblem:
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, FULL, kernel, sha256, centre, radius)))
-    return Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    return Derivation(proof, read(path).tensors).problem(proof.cases[0])
 
 
-def _derived(scene: Scene) -> Pair:
+def _derived(scene: DriftProblem) -> Pair:
     with np.errstate(all="ignore"):
         return pair(scene)
 
 
-def _enclosed(scene: Scene) -> Enclosed:
+def _enclosed(scene: DriftProblem) -> Enclosed:
     with np.errstate(all="ignore"):
         return enclosed(scene)
 

@@ -57,7 +57,7 @@ def checker(
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, *records, sha256, centre, radius)))
     with np.errstate(all="ignore"):
-        forms = pair(Derivation(proof, read(path).tensors).scene(proof.cases[0]))
+        forms = pair(Derivation(proof, read(path).tensors).problem(proof.cases[0]))
     box = forms.output()
     return box.lo, box.hi, np.array(forms.sizes()[graph.output])
 

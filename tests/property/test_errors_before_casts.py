@@ -100,7 +100,7 @@ def derived(
         document["cases"][0].update(domain="affine", passes=passes)
     proof = parse(proofs.dump(document))
     with np.errstate(all="ignore"):
-        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
         return pair(scene, proof.cases[0].passes)
 
 
@@ -132,7 +132,7 @@ def mistaken(run: KernelRun, walk: Walk, values: dict[str, Floats]) -> list[str]
             form, version = walk.forms[name], walk.versions.get(name)
             assert isinstance(form, Form)
             other = 0.0 if version is None else version.own
-            if (np.abs(value - form.reference) > form.reach + other).any():
+            if (np.abs(value - form.reference) > form.error_bound + other).any():
                 found.append(f"checker, {name}")
             if private is None and version is None:
                 found += [f"{where}, {name}" for where in too_long(entry, walk, form, value)]
@@ -160,7 +160,7 @@ def too_long(entry: TapeEntry, walk: Walk, form: Form, value: Floats) -> list[st
 
 def simulated(walk: Walk, record: Any, graph: Any, x: Floats, rounded: Any) -> dict[str, Floats]:
     """Return all values of a run of the kernel of a walk."""
-    known = walk.scene.parameters
+    known = walk.problem.parameters
     return kernels.simulate(
         graph,
         kernels.Run(record, *rounded),
@@ -192,7 +192,7 @@ def test_runs_stay_within_the_bounds_of_both_programs(
         assert isinstance(other, Form)
         if name_of != graph.output:
             rough = mine.error_bound.numpy()
-            np.testing.assert_allclose(other.reach, rough, rtol=2.0**-6, atol=1e-12)
+            np.testing.assert_allclose(other.error_bound, rough, rtol=2.0**-6, atol=1e-12)
     rng = np.random.default_rng(5)
     farthest = np.zeros(most.shape)
     slopes = np.sign(graph.tensors["two"] @ graph.tensors["one"])

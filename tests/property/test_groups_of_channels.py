@@ -97,7 +97,7 @@ def test_runs_stay_within_the_boxes_of_both_programs(
     sha256 = proofs.write_safetensors(path, graph.tensors)
     document = proofs.document(graph, FULL, record, sha256, centre, radius)
     proof = parse(proofs.dump(document))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     problem = BlockProblem(block(graph), parameters(graph, FULL), parameters(graph, record))
     point, spread = torch.from_numpy(centre), torch.full((1, 1), radius, dtype=torch.float64)
     found = problem.bound(point, spread).output.drift

@@ -68,15 +68,15 @@ def test_inputs_of_a_stage_are_within_the_error_bound(
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, KERNEL, KERNEL, sha256, centre, 0.0)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     pair = (middle, shapes) if held else None
     scene = replace(scene, drift=CheckerBox(low, high), held=pair)
     derived = walk(scene, scene.infer, moved=True)
     form = derived.forms[x]
     assert isinstance(form, Form)
-    _holds(form.reference, form.reach, centre, low, high)
+    _holds(form.reference, form.error_bound, centre, low, high)
     entered = derived.tape.entries[1]
-    radius = entered.reach if held else entered.radius
+    radius = entered.error_bound if held else entered.radius
     assert radius is not None
     _holds(form.reference, radius, centre, low, high)
     assert len(entered.ellipsoids) == (ROWS if held else 0)

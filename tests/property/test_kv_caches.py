@@ -108,7 +108,7 @@ def test_runs_with_a_cache_are_within_every_domain(
     centre = rng.standard_normal(graph.input_shape).astype(np.float32).astype(float)
     path = tmp_path / "model.safetensors"
     proof = parse(proofs.dump(document_of(graph, pair, centre, radius, path)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     built, sides = block(graph), [parameters(graph, record) for record in pair]
     problem = BlockProblem(built, *sides)
     spread = torch.full((1, 1), radius, dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_runs_with_a_cache_are_within_every_domain(
                 assert (value <= within.hi).all(), node.name
             form: Any = forms.forms[node.name]
             off = np.abs(infer[node.name] - form.reference)
-            assert (off <= form.reach + 2.0**-60).all(), node.name
+            assert (off <= form.error_bound + 2.0**-60).all(), node.name
 
 
 @pytest.mark.sample(2)
@@ -172,7 +172,7 @@ def test_both_programs_agree_on_caches(
         return
     proof = parse(proofs.dump(stated))
     with np.errstate(all="ignore"):
-        output = derive(Derivation(proof, read(path).tensors).scene(proof.cases[0])).output()
+        output = derive(Derivation(proof, read(path).tensors).problem(proof.cases[0])).output()
     wide = (forms.hi - forms.lo).numpy()
     least = wide * 2.0**-10 + 2.0**-42
     assert (output.lo >= forms.lo.numpy() - least).all()
@@ -189,7 +189,7 @@ def test_runs_with_a_cache_exceed_bounds_without_one(tmp_path: Path) -> None:
         centre = rng.standard_normal(graph.input_shape).astype(np.float32).astype(float)
         path = tmp_path / "model.safetensors"
         proof = parse(proofs.dump(document_of(graph, pair, centre, 0.0, path)))
-        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
         plain = {key: value for key, value in pair[1].items() if key != "kv_cache"}
         sides = [parameters(graph, record) for record in (pair[0], plain)]
         bounds = BlockProblem(block(graph), *sides).bound(

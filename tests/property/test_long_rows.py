@@ -13,7 +13,7 @@ import torch
 from kcdsl_backends.drift.affine import adjoint as prover
 from kcdsl_backends.drift.affine import tape
 from kcdsl_certs.recheck.affine import adjoint as reader
-from kcdsl_certs.recheck.affine import curves, ellipsoids
+from kcdsl_certs.recheck.affine import ellipsoids, remainders
 from kcdsl_certs.recheck.interval.box import Floats
 
 LONG = 1800
@@ -38,7 +38,7 @@ def test_prices_bound_the_largest_weighted_sum(share: float, even: bool) -> None
     mine = tape.Remainder(torch.from_numpy(low), torch.from_numpy(high), torch.from_numpy(total))
     adjoint = prover.Adjoint(torch.from_numpy(values), ((0, 1), (0, LONG)), (1, LONG))
     one = [end.numpy() for end in mine.nonlinear().between(adjoint)]
-    two = curves.Remainder(low, high, total).curve.between(reader.Adjoint(values, (0, 0)))
+    two = remainders.Remainder(low, high, total).nonlinear.between(reader.Adjoint(values, (0, 0)))
     for k, functional in enumerate(values[:, 0]):
         for sign, place in ((-1.0, 0), (1.0, 1)):
             caps = np.where(sign * functional > 0, high[0], -low[0])
@@ -62,7 +62,7 @@ def test_cached_bounds_are_keyed_by_functionals_and_row() -> None:
         torch.from_numpy(total),
         lambda row, weights: torch.from_numpy(summed(row, weights.numpy())),
     )
-    other = curves.Remainder(-high, high, total, summed)
+    other = remainders.Remainder(-high, high, total, summed)
     first = rng.standard_normal((2, 1, 8))
     second = first.copy()
     second[1, 0, 3] += 2.0**-40
@@ -73,7 +73,7 @@ def test_cached_bounds_are_keyed_by_functionals_and_row() -> None:
                 window = ((row, row + 1), (0, 8))
                 adjoint = prover.Adjoint(torch.from_numpy(values), window, (2, 8))
                 one = mine.nonlinear().between(adjoint)[1].numpy()
-                two = other.curve.between(reader.Adjoint(values, (row, 0)))[1]
+                two = other.nonlinear.between(reader.Adjoint(values, (row, 0)))[1]
                 np.testing.assert_array_equal(one, wanted)
                 np.testing.assert_array_equal(two, wanted)
     assert len(asked) == 12, "two rows and three kinds of functionals in two programs"

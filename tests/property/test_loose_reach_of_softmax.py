@@ -32,7 +32,7 @@ def walked(folder: Path, graph: Any, train: Any, record: Any, x: np.ndarray, rad
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, train, record, sha256, x, radius)))
     with np.errstate(all="ignore"):
-        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
         return walk(scene, scene.infer)
 
 
@@ -50,15 +50,15 @@ def test_error_bound_covers_the_input_of_the_projection(
     assert isinstance(form, Form)
     assert form.place is not None
     entry = found.tape.entries[form.place]
-    numerator = found.tape.entries[form.place - 1].reach
+    numerator = found.tape.entries[form.place - 1].error_bound
     p = form.reference
     carried = numerator + p * numerator.sum(axis=-1, keepdims=True)
     moves = p > 0
     if entry.kept is not None:
         moves = moves & entry.kept
     assert moves.any()
-    assert (entry.reach >= carried * (1 - 2.0**-40))[moves].all()
-    assert (entry.nearest <= entry.reach).all()
+    assert (entry.error_bound >= carried * (1 - 2.0**-40))[moves].all()
+    assert (entry.nearest <= entry.error_bound).all()
     assert (numerator <= 1 + 2.0**-40).all()
     assert (entry.nearest < 0.9 * carried)[moves].any()  # the bound of probabilities is smaller
 
@@ -86,8 +86,8 @@ def test_share_covers_scores_with_a_common_shift(tmp_path: Path) -> None:
     assert isinstance(form, Form)
     assert isinstance(moved, Form)
     assert form.place is not None
-    assert moved.reach.min() > 2.0**34
-    share = 2.0**-36 * found.tape.entries[form.place].reach
-    usual = (form.reference * moved.reach).sum(axis=-1, keepdims=True)
-    rounded = (columns + 3) * 2.0**-53 * form.reference * (moved.reach + usual)
+    assert moved.error_bound.min() > 2.0**34
+    share = 2.0**-36 * found.tape.entries[form.place].error_bound
+    usual = (form.reference * moved.error_bound).sum(axis=-1, keepdims=True)
+    rounded = (columns + 3) * 2.0**-53 * form.reference * (moved.error_bound + usual)
     assert (share >= rounded * (1 - 2.0**-20)).all()

@@ -104,7 +104,7 @@ def test_functionals_are_transposed_by_data_movement(name: str, tmp_path: Path) 
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, KERNEL, KERNEL, sha256, centre, 2.0**-20)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     derived = walk(scene, scene.infer)
     read_by, form = derived.forms[x], derived.forms[y]
     assert isinstance(form, Form)

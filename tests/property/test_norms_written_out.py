@@ -219,7 +219,7 @@ def scene_of(found: Any, record: Any, x: np.ndarray, folder: Path) -> Any:
     sha256 = proofs.write_safetensors(path, found.tensors)
     centre = x.astype(np.float32).astype(np.float64)
     proof = parse(proofs.dump(proofs.document(found, record, record, sha256, centre, 0.0)))
-    return Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    return Derivation(proof, read(path).tensors).problem(proof.cases[0])
 
 
 INPUTS = {

@@ -88,7 +88,7 @@ def test_runs_with_overrides_are_within_the_boxes(
     path = tmp_path / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, train, record, sha256, centre, radius)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     problem = BlockProblem(block(graph), parameters(graph, train), parameters(graph, record))
     point, spread = torch.from_numpy(centre), torch.full((1, 1), radius, dtype=torch.float64)
     boxes: list[tuple[Any, Any]] = []
@@ -141,7 +141,7 @@ def test_both_programs_store_equal_weights_with_overrides(tmp_path: Path, seed: 
     assert graph.input_shape is not None
     shape = np.zeros(graph.input_shape)
     proof = parse(proofs.dump(proofs.document(graph, FULL, record, sha256, shape)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     stored, nodes = parameters(graph, record), block(graph).nodes
     for name in BLOCKS["attention"]:
         key = f"{name}.weight"

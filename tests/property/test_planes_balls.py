@@ -69,7 +69,7 @@ class Checker:
         tensors = read(path).tensors
         self.stored = Parameters(tensors, self.proof.parameters)
         with np.errstate(all="ignore"):
-            self.course = derive(Derivation(self.proof, tensors).scene(self.proof.cases[0]))
+            self.course = derive(Derivation(self.proof, tensors).problem(self.proof.cases[0]))
 
     def node(self, name: str) -> tuple[Floats, Pair, Pair] | None:
         """Return the reference and the boxes of deviation and drift."""

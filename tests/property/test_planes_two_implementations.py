@@ -110,7 +110,7 @@ def checker(
     if hints is not None:
         document["cases"][0]["planes"] = json.loads(json.dumps(plain(hints)))
     proof = parse(proofs.dump(document))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     with np.errstate(all="ignore"):
         return derive(scene, proof.cases[0].planes)
 

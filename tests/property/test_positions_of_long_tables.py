@@ -15,7 +15,7 @@ from kcdsl_backends.drift.ops import attention as prover_rules
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
-from kcdsl_certs.recheck.interval.state import Scene, numeric
+from kcdsl_certs.recheck.interval.state import DriftProblem, numeric
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from kcdsl_certs.recheck.ops.attention import context as checker_rules
@@ -49,7 +49,7 @@ def test_every_position_is_covered(place: int, tmp_path: Path) -> None:
     sha256 = proofs.write_safetensors(path, {})
     document = sequences.document(short, tables, PAIR, sha256, centre, 0.0, LONGEST)
     proof = parse(proofs.dump(document))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     with np.errstate(all="ignore"):
         state = numeric({n.name: v for n, v in propagate(scene)}[short.output])
     problem = sequences.problem(short, tables, PAIR, LONGEST)
@@ -74,7 +74,7 @@ def _boxes(state: Any) -> tuple[ProverBox, ProverBox, ProverBox]:
     return state.train, state.infer, state.drift
 
 
-def _run(record: Any, mode: str, graph: Any, x: np.ndarray, scene: Scene) -> np.ndarray:
+def _run(record: Any, mode: str, graph: Any, x: np.ndarray, scene: DriftProblem) -> np.ndarray:
     run = kernels.Run(record, np.random.default_rng(3), mode)
     stored = scene.parameters.plain
     values = kernels.simulate(graph, run, x, lambda key: stored(key, scene.train), lambda key: x)

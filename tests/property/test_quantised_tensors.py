@@ -114,7 +114,7 @@ def test_runs_with_quantisers_are_within_every_domain(
     centre = rng.standard_normal(built.input_shape).astype(np.float32).astype(float)
     path = tmp_path / "model.safetensors"
     proof = parse(proofs.dump(document_of(built, pair, centre, radius, path)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     problem = BlockProblem(block(built), *(parameters(built, record) for record in pair))
     spread, x = torch.full((1, 1), radius, dtype=torch.float64), torch.from_numpy(centre)
     boxes = [problem.bound(x, spread).output.drift]
@@ -151,7 +151,7 @@ def test_runs_with_quantisers_are_within_every_domain(
             form: Any = forms.forms[node.name]
             own = forms.versions.get(node.name)
             off = np.abs(infer[node.name] - form.reference)
-            reach = form.reach + (0 if own is None else own.own)
+            reach = form.error_bound + (0 if own is None else own.own)
             assert (off <= reach + 2.0**-60).all(), node.name
 
 
@@ -181,7 +181,7 @@ def test_both_programs_agree_on_quantised_tensors(
     stated["cases"][0].update(domain="affine", passes=forms.passes)
     proof = parse(proofs.dump(stated))
     with np.errstate(all="ignore"):
-        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
         output = derive(scene, proof.cases[0].passes).output()
     least = (mine.hi - mine.lo).numpy() * 2.0**-10 + 2.0**-42
     for theirs, end, outward in ((output.lo, mine.lo, -1), (output.hi, mine.hi, 1)):
@@ -237,7 +237,7 @@ def test_runs_exceed_the_bounds_of_other_quantisers(tmp_path: Path) -> None:
         centre = rng.standard_normal(built.input_shape).astype(np.float32).astype(float)
         path = tmp_path / "model.safetensors"
         proof = parse(proofs.dump(document_of(built, pair, centre, 0.0, path)))
-        scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
         ran, infer = runs(built, pair, scene, centre, 1)
         drift = torch.from_numpy(infer[built.output] - ran[built.output])
         by = pair[1]["quantisers"]

@@ -218,7 +218,7 @@ def boxes(folder: Path, graph: Any, record: Any, centre: np.ndarray, radius: flo
     path = folder / "model.safetensors"
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, EXACT, record, sha256, centre, radius)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     checked: dict[str, Callable[[], Any]] = {
         "checked interval": lambda: enclosed(scene).output,
         "checked affine": lambda: drift(scene).output,

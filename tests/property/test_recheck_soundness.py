@@ -168,7 +168,7 @@ def build(block: str, rng: np.random.Generator) -> Any:
 def boxes(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], Any, Any]:
     proof = parse(proofs.dump(document))
     doubles = Derivation(proof, read(path).tensors)
-    scene = doubles.scene(proof.cases[0])
+    scene = doubles.problem(proof.cases[0])
     with np.errstate(all="ignore"):
         states = {n.name: v for n, v in propagate(scene)}
     return states, proof, scene.parameters

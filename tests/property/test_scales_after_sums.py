@@ -138,7 +138,7 @@ def run(
 def boxes(graph: Any, given: Any, centre: Floats, radius: float, path: Path) -> Any:
     sha256 = proofs.write_safetensors(path, graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, EXACT, given, sha256, centre, radius)))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     problem = BlockProblem(block(graph), parameters(graph, EXACT), parameters(graph, given))
     point, spread = torch.from_numpy(centre), torch.full((1, 1), radius, dtype=torch.float64)
     with np.errstate(all="ignore"):
@@ -234,7 +234,7 @@ def test_possibly_overflowing_sums_of_codes_have_no_bound(tmp_path: Path) -> Non
         BlockProblem(block(graph), train, infer).bound(*point)
     sha256 = proofs.write_safetensors(tmp_path / "m.safetensors", graph.tensors)
     proof = parse(proofs.dump(proofs.document(graph, EXACT, given, sha256, centre, 0.0)))
-    scene = Derivation(proof, read(tmp_path / "m.safetensors").tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(tmp_path / "m.safetensors").tensors).problem(proof.cases[0])
     with pytest.raises(Rejected, match="may overflow"):
         list(propagate(scene))
     given = record("float16", "any", ("int8", "per_channel", "sums"))

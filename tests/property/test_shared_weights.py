@@ -59,7 +59,7 @@ def walks(
     document["cases"][0]["region"]["weights"] = real_text(rho)
     proof = parse(proofs.dump(document))
     with np.errstate(all="ignore"):
-        return pair(Derivation(proof, read(path).tensors).scene(proof.cases[0]))
+        return pair(Derivation(proof, read(path).tensors).problem(proof.cases[0]))
 
 
 def by_prover(

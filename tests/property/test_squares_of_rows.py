@@ -15,8 +15,8 @@ from kcdsl_backends.drift.affine import ellipsoids as prover
 from kcdsl_backends.drift.affine import row_ellipsoids, tape
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.ellipsoids import RankOne, around_sum
-from kcdsl_certs.recheck.affine import curves
 from kcdsl_certs.recheck.affine import ellipsoids as checker
+from kcdsl_certs.recheck.affine import remainders
 from kcdsl_certs.recheck.affine.adjoint import Adjoint as RowAdjoint
 
 N, SEEDS = 12, range(8)
@@ -204,13 +204,13 @@ def test_bounds_of_functionals_read_again_are_kept() -> None:
         return weights.sum(-1)
 
     ends, values = np.ones((2, n)), np.eye(n)[:, None]
-    one = curves.Remainder(-ends, ends, 9 * ends[:, :1], sums)
+    one = remainders.Remainder(-ends, ends, 9 * ends[:, :1], sums)
     low, high, total = (torch.from_numpy(x) for x in (-ends, ends, 9 * ends[:, :1]))
     two = tape.Remainder(low, high, total, sums)
     for row in (0, 1, 1):
         window = ((row, row + 1), (0, n))
-        one.curve.between(RowAdjoint(values, (row, 0)))
+        one.nonlinear.between(RowAdjoint(values, (row, 0)))
         two.nonlinear().between(Adjoint(torch.from_numpy(values), window, (2, n)))
-    one.curve.between(RowAdjoint(-values, (1, 0)))  # other ends may be read
+    one.nonlinear.between(RowAdjoint(-values, (1, 0)))  # other ends may be read
     two.nonlinear().between(Adjoint(torch.from_numpy(-values), ((1, 2), (0, n)), (2, n)))
     assert asked == [n] * 6

@@ -280,7 +280,7 @@ def test_runs_on_later_weights_are_within_the_boxes(
     records = PAIRS[kernel_pair]
     document = around(proofs.document(graph, *records, sha256, centre, 0.0), rho)
     proof = parse(proofs.dump(document))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     with np.errstate(all="ignore"):
         states = {node.name: value for node, value in propagate(scene)}
     mine = _prover(graph, records, rho).bound(

@@ -14,7 +14,7 @@ from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.relu_networks import ReluNetwork
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.state import Scene
+from kcdsl_certs.recheck.interval.state import DriftProblem
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.split_walk import walk
 from tests.support import proofs
@@ -59,7 +59,7 @@ def stated(
     return document, path
 
 
-def scene_of(document: Any, path: Path) -> Scene:
+def scene_of(document: Any, path: Path) -> DriftProblem:
     """Return what the checker reads for the first case of a proof."""
     proof = parse(proofs.dump(document))
-    return Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    return Derivation(proof, read(path).tensors).problem(proof.cases[0])

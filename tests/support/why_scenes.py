@@ -174,10 +174,10 @@ class Scene:
 
 
 def both(folder: Path, broken: Collection[tuple[str, str]], bad: int = BAD) -> Scene:
-    """Return a scene in which checkpoint and kernels changed, and some combinations fail."""
-    scene = Scene(folder, dict.fromkeys(broken, bad))
-    scene.register(scene.triple("old", "old"), scene.triple("new", "new"))
-    return scene
+    """Return a problem in which checkpoint and kernels changed, and some combinations fail."""
+    problem = Scene(folder, dict.fromkeys(broken, bad))
+    problem.register(problem.triple("old", "old"), problem.triple("new", "new"))
+    return problem
 
 
 def certified(**changes: Any) -> CertifiedClause:

@@ -14,14 +14,20 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, merged, units
 from kcdsl_certs.recheck.affine.before_casts import asked
 from kcdsl_certs.recheck.affine.form import Form, Operand, Passes, Uncast, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import Budget
-from kcdsl_certs.recheck.affine.many_rows import RowReach
-from kcdsl_certs.recheck.affine.reverse_passes import AT_ONCE, FEW, kept, room, room_of_rows
+from kcdsl_certs.recheck.affine.many_rows import RowErrors
+from kcdsl_certs.recheck.affine.reverse_passes import (
+    AT_ONCE,
+    FEW,
+    batch_limit,
+    kept,
+    row_batch_limit,
+)
 from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry, reads_many
 from kcdsl_certs.recheck.documents.document import Hints
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
-from kcdsl_certs.recheck.interval.state import Mask, Own, Scene, State, pinned, shrunk
+from kcdsl_certs.recheck.interval.state import DriftProblem, Mask, Own, State, pinned, shrunk
 from kcdsl_certs.recheck.interval_walk import enclosed
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.table import computed, operation_of
@@ -40,7 +46,7 @@ _OTHERS = 2.0**-6 - 2.0**-8  # of other operands of a wide sum, less than that o
 
 
 def walk(
-    scene: Scene,
+    problem: DriftProblem,
     kernel: KernelNumerics,
     hints: Hints | None = None,
     moved: bool = False,
@@ -56,13 +62,13 @@ def walk(
     walk of the other kernel. Raises Rejected, naming the node.
     """
     region = None
-    if scene.centre is not None and scene.radius is not None:
-        region = np.broadcast_to(scene.radius, scene.centre.shape).astype(np.float64)
-    softmaxes = frozenset(node.name for node in scene.block.nodes if node.op == "softmax")
-    found = Walk(scene, kernel, Tape(region, budget=budget), {}, softmaxes, Passes(hints), moved)
+    if problem.centre is not None and problem.radius is not None:
+        region = np.broadcast_to(problem.radius, problem.centre.shape).astype(np.float64)
+    softmaxes = frozenset(node.name for node in problem.block.nodes if node.op == "softmax")
+    found = Walk(problem, kernel, Tape(region, budget=budget), {}, softmaxes, Passes(hints), moved)
     found.first.update({} if before is None else before.first)
     found.tape.add(TapeEntry(np.zeros((1,)) if region is None else region))
-    for node in scene.block.nodes:
+    for node in problem.block.nodes:
         try:
             form = found.forms[node.name] = _apply(found, node)
             if node.op == "input":
@@ -77,30 +83,30 @@ def walk(
 def _set_row_bound(at: Walk, form: Form) -> None:
     """For a point region, store that elements of a stored input have independent errors."""
     region = at.tape.region
-    fixed = at.tape.budget is None and not at.scene.rho and at.scene.drift is None
+    fixed = at.tape.budget is None and not at.problem.rho and at.problem.drift is None
     if not fixed or region is None or region.any() or len(form.shape) != 2:
         return
     if form.place is not None:
         entry = at.tape.entries[form.place]
-        at.tape.entries[form.place] = replace(entry, rows=RowReach(form.reach))
+        at.tape.entries[form.place] = replace(entry, rows=RowErrors(form.error_bound))
 
 
 def _meet(at: Walk, name: str, form: Form, within: Box) -> None:
-    """Lower the reach of a node to the farthest end of its box."""
+    """Lower the error bound of a node to the farthest end of its box."""
     if form.place is None or form.place == 0:
         return
     above = box.add_up(within.hi, -form.reference)
     below = box.add_up(form.reference, -within.lo)
-    kept(at, name, np.minimum(form.reach, np.maximum(above, below)))
+    kept(at, name, np.minimum(form.error_bound, np.maximum(above, below)))
 
 
 def _apply(at: Walk, node: Node) -> Operand:
     operation = operation_of(node)
-    scene = pinned(at.scene, node)
-    if scene is not at.scene:
-        kernel = scene.train if at.kernel is at.scene.train else scene.infer
-        at = replace(at, scene=scene, kernel=kernel)
-    at.kernel.refuse_wide(scene.block.named, node)
+    problem = pinned(at.problem, node)
+    if problem is not at.problem:
+        kernel = problem.train if at.kernel is at.problem.train else problem.infer
+        at = replace(at, problem=problem, kernel=kernel)
+    at.kernel.refuse_wide(problem.block.named, node)
     read = at.read(node)
     return computed(
         node, lambda: operation.affine(at, read, [at.forms[name] for name in read.inputs])
@@ -139,11 +145,11 @@ class Pair:
     @property
     def step(self) -> int:
         """Return the largest number of functionals of a row in one batch."""
-        return min(AT_ONCE, room(self.train), room(self.infer))
+        return min(AT_ONCE, batch_limit(self.train), batch_limit(self.infer))
 
     def output(self) -> Box:
         """Return the box of the output's drift, element by element."""
-        around = box.widen(self.apart, raised(self.t.reach + self.i.reach))
+        around = box.widen(self.apart, raised(self.t.error_bound + self.i.error_bound))
         lo, hi = around.lo.copy(), around.hi.copy()
         apart, region = self.apart, self.train.tape.region
         point = region is None or not region.any()
@@ -202,7 +208,7 @@ class Pair:
     @property
     def readings(self) -> tuple[Own, Own]:
         """Return bounds of the distance of readings of the output from their common value."""
-        name = self.train.scene.block.output
+        name = self.train.problem.block.output
         found = [side.versions.get(name) for side in (self.train, self.infer)]
         t, i = (None if version is None else version.own for version in found)
         return t, i
@@ -223,7 +229,7 @@ class Pair:
 
 
 def pair(
-    scene: Scene,
+    problem: DriftProblem,
     hints: tuple[Hints, Hints] | None = None,
     chance: tuple[Fraction, int] | None = None,
 ) -> Pair:
@@ -233,13 +239,13 @@ def pair(
     Raises Rejected, naming the node.
     """
     first, second = (None, None) if hints is None else hints
-    within = enclosed(scene)
-    train = walk(scene, scene.train, first, budget=_budget(chance), boxes=within.train)
+    within = enclosed(problem)
+    train = walk(problem, problem.train, first, budget=_budget(chance), boxes=within.train)
     infer = train
-    if scene.infer != scene.train or scene.drift is not None:
+    if problem.infer != problem.train or problem.drift is not None:
         budget = _budget(chance)
-        infer = walk(scene, scene.infer, second, True, budget, within.infer, before=train)
-    output = scene.block.output
+        infer = walk(problem, problem.infer, second, True, budget, within.infer, before=train)
+    output = problem.block.output
     t, i = (form_of(side.forms[side.reading(output)]) for side in (train, infer))
     return Pair(train, infer, t, i, within.output)
 
@@ -248,12 +254,12 @@ def _budget(chance: tuple[Fraction, int] | None) -> Budget | None:
     return None if chance is None else Budget(*chance)
 
 
-def drift(scene: Scene, hints: tuple[Hints, Hints] | None = None) -> Drift:
+def drift(problem: DriftProblem, hints: tuple[Hints, Hints] | None = None) -> Drift:
     """Return the drift box of the output from the affine forms of both kernels.
 
     Raises Rejected, naming the node.
     """
-    both = pair(scene, hints)
+    both = pair(problem, hints)
     return Drift(both.output(), both.sizes())
 
 
@@ -273,9 +279,9 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     before = form.uncast if steps is None else steps
     if before is not None:
         entry, reference = before.entry, before.reference
-    around = box.widen(box.exact(reference), form.reach if entry is None else entry.nearest)
+    around = box.widen(box.exact(reference), form.error_bound if entry is None else entry.nearest)
     lo, hi = around.lo.copy(), around.hi.copy()
-    step, floor = room_of_rows(at), at.tape.last_floor
+    step, floor = row_batch_limit(at), at.tape.last_floor
     n = form.shape[-1]
     if entry is not None and spare is None and steps is None and _passed(at, entry.nearest):
         n = 0
@@ -298,21 +304,23 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     if steps is None:
         return Box(lo, hi)
     stored = steps.ends.within(Box(lo, hi))
-    reached = box.widen(box.exact(form.reference), form.reach)
+    reached = box.widen(box.exact(form.reference), form.error_bound)
     return Box(np.maximum(stored.lo, reached.lo), np.minimum(stored.hi, reached.hi))
 
 
-def _passed(at: Walk, reach: Floats) -> bool:
+def _passed(at: Walk, error_bound: Floats) -> bool:
     """Return whether passes of a wide output find little: it is a sum, the hints name passes of all
     rows of one of its operands before a cast, and what the others add is little."""
-    block = at.scene.block
+    block = at.problem.block
     node = block.named[block.output]
     if not at.wide or node.op not in ("add", "sub"):
         return False
     for name in node.inputs:
         form = form_of(at.forms[name])
         deep, near = asked(at, name, "reach", form.shape)
-        if (deep | near).all() and (reach - form.reach).max() <= _OTHERS * reach.max():
+        if (deep | near).all() and (
+            error_bound - form.error_bound
+        ).max() <= _OTHERS * error_bound.max():
             return block.named[name].op == "linear"
     return False
 
@@ -352,8 +360,8 @@ def _sizes(train: Walk, infer: Walk, name: str) -> tuple[float, float]:
     t, i = train.forms[name], infer.forms[name]
     if isinstance(t, Mask) or isinstance(i, Mask):
         return 0.0, 0.0
-    apart = raised(np.abs(i.reference - t.reference)) + t.reach + i.reach
-    size = np.abs(t.reference) + t.reach
+    apart = raised(np.abs(i.reference - t.reference)) + t.error_bound + i.error_bound
+    size = np.abs(t.reference) + t.error_bound
     if name in train.versions:
         size, apart = size + train.versions[name].own, apart + train.versions[name].own
     if name in infer.versions:

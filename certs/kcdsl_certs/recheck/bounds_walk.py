@@ -13,7 +13,7 @@ from kcdsl_certs.recheck.documents.hints import Bent, PlaneHints, Searched
 from kcdsl_certs.recheck.graphs.graph import Array
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Bools, Box, Floats
-from kcdsl_certs.recheck.interval.state import Scene, State, reduce
+from kcdsl_certs.recheck.interval.state import DriftProblem, State, reduce
 from kcdsl_certs.recheck.interval_walk import apply, magnitudes
 from kcdsl_certs.recheck.linear_bounds.context import DEVIATION, DRIFT, Context, elements, is_number
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, Slopes
@@ -28,48 +28,48 @@ class Derived:
     sizes: Mapping[str, tuple[float, float]]
 
 
-def derive(scene: Scene, hints: PlaneHints | None = None) -> Derived:
+def derive(problem: DriftProblem, hints: PlaneHints | None = None) -> Derived:
     """Return the output's boxes by planes, met with those of the interval domain.
 
     With hints only the functionals that they name are bounded, with the slopes that they name;
     without hints all elements of operands in `Operation.closely`. Raises Rejected, naming the node.
     """
-    context = walk(scene, hints)
+    context = walk(problem, hints)
     sizes = {name: magnitudes(value) for name, value in context.values.items()}
-    return Derived(context.state(scene.block.output), sizes)
+    return Derived(context.state(problem.block.output), sizes)
 
 
-def walk(scene: Scene, hints: PlaneHints | None = None) -> Context:
+def walk(problem: DriftProblem, hints: PlaneHints | None = None) -> Context:
     """Write the whole tape; see `derive`."""
-    beside = scene.rows, scene.drift, scene.held
-    if scene.rho or any(part is not None for part in beside):
+    beside = problem.rows, problem.drift, problem.held
+    if problem.rho or any(part is not None for part in beside):
         raise Rejected("document/domain", "planes: no rule for any length, weight balls, chains")
-    if any(node.op == "cache" for node in scene.block.nodes):
+    if any(node.op == "cache" for node in problem.block.nodes):
         raise Rejected("document/domain", "planes do not cover a quantised cache")
-    if any(node.op == "quantise" for node in scene.block.nodes):
+    if any(node.op == "quantise" for node in problem.block.nodes):
         raise Rejected("document/domain", "planes do not cover quantised tensors")
-    if any(node.op == "route" for node in scene.block.nodes):
+    if any(node.op == "route" for node in problem.block.nodes):
         raise Rejected("document/domain", "planes do not cover routes of experts")
     errors: dict[str, tuple[Box, Box]] = {}
-    context = Context(replace(scene, errors=errors), errors)
+    context = Context(replace(problem, errors=errors), errors)
     if hints is not None:
         context.slopes |= {
             name: (_mask_of(one), _slope_values(one.values)) for name, one in hints.slopes.items()
         }
     sharp = _Sharpener(context, hints)
-    for node in scene.block.nodes:
+    for node in problem.block.nodes:
         context.nodes[node.name] = node
         try:
             operation = operation_of(node)
             for position in operation.closely:
                 sharp.sharpen(node.inputs[position])
             inputs = [context.values[name] for name in node.inputs]
-            value = context.values[node.name] = apply(context.scene, node, inputs)
+            value = context.values[node.name] = apply(context.problem, node, inputs)
             if operation.bounds is not None and is_number(value):
                 operation.bounds(context, node)
         except Rejected as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
-    sharp.sharpen(scene.block.output)
+    sharp.sharpen(problem.block.output)
     if hints is not None:
         for searched in hints.searched:
             sharp.search(searched)
@@ -99,7 +99,7 @@ class _Sharpener:
 
     def search(self, searched: Searched) -> None:
         """Bound one element of the output's drift with slopes of its own."""
-        context, name = self._context, self._context.scene.block.output
+        context, name = self._context, self._context.problem.block.output
         if name not in context.places:  # a parameter or constant
             return
         state, place = context.state(name), context.places[name]

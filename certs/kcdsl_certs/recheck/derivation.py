@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.interval.served import Served
-from kcdsl_certs.recheck.interval.state import Held, Own, Rows, Scene, State, numeric
+from kcdsl_certs.recheck.interval.state import DriftProblem, Held, Own, Rows, State, numeric
 from kcdsl_certs.recheck.interval.tensors import Tensor
 from kcdsl_certs.recheck.interval_walk import magnitudes, propagate
 from kcdsl_certs.recheck.numerics.formats import Floats
@@ -51,18 +51,18 @@ class Derivation:
         By node: the largest T and D, in the affine domain |h̃_t| + ρ_t and |h̃_i - h̃_t| + ρ_i + ρ_t.
         `held` are ellipsoids around the drift of its input, in addition to the box.
         """
-        scene = self.scene(case, held)
+        problem = self.problem(case, held)
         functional = self._proof.functional
         with np.errstate(all="ignore"):
             if case.domain == "interval":
-                output, sizes = _intervals(scene)
+                output, sizes = _intervals(problem)
                 return bound(functional, output), sizes
             if "planes" in case.domains:
-                return self._planes(scene, case)
+                return self._planes(problem, case)
             if case.domain == "splits":
                 assert case.claim is not None  # the functional is the largest drift
-                return case.claim, derive_splits(scene, case.splits, case.claim)
-            return self._affine(scene, case)
+                return case.claim, derive_splits(problem, case.splits, case.claim)
+            return self._affine(problem, case)
 
     def link(self, case: Case) -> tuple[float, dict[str, tuple[float, float]], Ends]:
         """Return the largest drift of a case, its sizes, and the boxes of T and D of its output."""
@@ -76,16 +76,16 @@ class Derivation:
 
         The interval domain has no ellipsoids.
         """
-        scene, ellipsoids = replace(self.scene(case, held), followed=True), None
+        problem, ellipsoids = replace(self.problem(case, held), followed=True), None
         with np.errstate(all="ignore"):
             if case.domain == "interval":
-                output, sizes = _intervals(scene)
+                output, sizes = _intervals(problem)
                 t, d, own = output.t, output.d, output.own
             else:
                 if not {"planes", "splits"}.isdisjoint(case.domains):
                     reason = f"{case.domain} are of whole blocks, not of links"
                     raise Rejected("document/domain", reason)
-                forms = pair(scene, case.passes)
+                forms = pair(problem, case.passes)
                 t, d, sizes = forms.t.box, forms.output(), forms.sizes()
                 own = forms.readings
                 ellipsoids = interface_ellipsoids(forms) if wanted else None
@@ -95,17 +95,21 @@ class Derivation:
             one, two = (_readings(part, t.shape) for part in own)
             return of_drift("inf", d), sizes, (*_ends(t), *_ends(d)), (one, two), ellipsoids
 
-    def _affine(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
+    def _affine(
+        self, problem: DriftProblem, case: Case
+    ) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return bound and sizes by affine forms, met with the interval boxes of the output."""
-        forms = pair(scene, case.passes, case.chance)
+        forms = pair(problem, case.passes, case.chance)
         return self._by_forms(case, forms, forms.known), dict(forms.sizes())
 
-    def _planes(self, scene: Scene, case: Case) -> tuple[float, dict[str, tuple[float, float]]]:
+    def _planes(
+        self, problem: DriftProblem, case: Case
+    ) -> tuple[float, dict[str, tuple[float, float]]]:
         """Return bound and sizes by planes and interval boxes, and by affine forms if named."""
-        found = derive(scene, case.planes)
+        found = derive(problem, case.planes)
         if "affine" not in case.domains:
             return bound(self._proof.functional, found.output), dict(found.sizes)
-        forms = pair(scene, case.passes)
+        forms = pair(problem, case.passes)
         return self._by_forms(case, forms, found.output), dict(found.sizes)
 
     def _by_forms(self, case: Case, forms: Pair, known: State | None) -> float:
@@ -123,7 +127,7 @@ class Derivation:
         forms.settle()
         return found
 
-    def scene(self, case: Case, held: Held | None = None) -> Scene:
+    def problem(self, case: Case, held: Held | None = None) -> DriftProblem:
         """Return the context that the rules read for a case."""
         block = self._proof.graphs[case.graph]
         keys = {n.name: n.attrs.text("key") for n in block.nodes if n.op == "param"}
@@ -133,7 +137,7 @@ class Derivation:
         moved = case.region.drift
         drift = None if moved is None else Box(*(_numbers(array) for array in moved))
         train_own, infer_own = case.region.readings or (None, None)
-        return Scene(
+        return DriftProblem(
             *(block, train, infer, self._parameters, keys, weights, centre, radius, rows, drift),
             rho=case.region.weights,
             held=held,
@@ -176,13 +180,13 @@ def _readings(own: Own, shape: tuple[int, ...]) -> list[float]:
     return found
 
 
-def _intervals(scene: Scene) -> tuple[State, dict[str, tuple[float, float]]]:
+def _intervals(problem: DriftProblem) -> tuple[State, dict[str, tuple[float, float]]]:
     """Return the output's boxes and the largest T and D of every node."""
     sizes = {}
     output: State | None = None
-    for node, value in propagate(scene):
+    for node, value in propagate(problem):
         sizes[node.name] = magnitudes(value)
-        if node.name == scene.block.output:
+        if node.name == problem.block.output:
             output = numeric(value)
     if output is None:
         raise Rejected("graph/order", "the output is not a node")

@@ -13,9 +13,9 @@ from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
     Mask,
     Probabilities,
-    Scene,
     State,
     StoredMatrix,
     Value,
@@ -29,16 +29,16 @@ from kcdsl_certs.recheck.ops.table import computed, operation_of
 _BOUNDLESS = ("bound/not-finite", "bound/overflow", "bound/route")
 
 
-def propagate(scene: Scene) -> Iterator[tuple[Node, Value]]:
+def propagate(problem: DriftProblem) -> Iterator[tuple[Node, Value]]:
     """Yield every node with its value, in order; a value is dropped after its last reader.
 
     Raises Rejected, naming the node.
     """
-    waiting = Counter(name for node in scene.block.nodes for name in node.inputs)
+    waiting = Counter(name for node in problem.block.nodes for name in node.inputs)
     values: dict[str, Value] = {}
-    for node in scene.block.nodes:
+    for node in problem.block.nodes:
         try:
-            value = apply(scene, node, [values[name] for name in node.inputs])
+            value = apply(problem, node, [values[name] for name in node.inputs])
         except Rejected as rejection:
             raise rejection.at(f"node {node.name[:80]!r}") from None
         values[node.name] = value
@@ -59,7 +59,7 @@ class Enclosed:
     output: State | None
 
 
-def enclosed(scene: Scene) -> Enclosed:
+def enclosed(problem: DriftProblem) -> Enclosed:
     """Return the boxes of all nodes up to the first one without a bound.
 
     Raises Rejected for a node that no rule admits.
@@ -68,12 +68,12 @@ def enclosed(scene: Scene) -> Enclosed:
     infer: dict[str, Box] = {}
     output: State | None = None
     try:
-        for node, value in propagate(scene):
+        for node, value in propagate(problem):
             if isinstance(value, (Mask, StoredMatrix)):
                 continue
             state = numeric(value)
             train[node.name], infer[node.name] = state.t, state.i
-            if node.name == scene.block.output:
+            if node.name == problem.block.output:
                 output = state
     except Rejected as rejection:
         if rejection.reason not in _BOUNDLESS:
@@ -82,14 +82,14 @@ def enclosed(scene: Scene) -> Enclosed:
     return Enclosed(train, infer, output)
 
 
-def apply(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+def apply(problem: DriftProblem, node: Node, inputs: list[Value]) -> Value:
     """Return the value of one node.
 
     Raises Rejected for a node that no rule admits, or that has no bound.
     """
-    operation, where = operation_of(node), pinned(scene, node)
+    operation, where = operation_of(node), pinned(problem, node)
     for kernel in (where.train, where.infer):
-        kernel.refuse_wide(scene.block.named, node)
+        kernel.refuse_wide(problem.block.named, node)
 
     def rule() -> Value:
         other = context.at_any_length(where, node, inputs)

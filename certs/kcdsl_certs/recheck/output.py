@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
-from kcdsl_certs.recheck.affine.curves import ball
 from kcdsl_certs.recheck.affine.ellipsoids import sum_of
 from kcdsl_certs.recheck.affine.form import Form, Walk
+from kcdsl_certs.recheck.affine.remainders import ball
 from kcdsl_certs.recheck.affine.reverse_passes import ellipsoid, length
 from kcdsl_certs.recheck.affine.tape import Bound
 from kcdsl_certs.recheck.affine_walk import Pair, Row, bound_functionals, in_row
@@ -263,11 +263,11 @@ def interface_ellipsoids(pair: Pair) -> Held | None:
     shapes = []
     for row in range(pair.shape[0]):
         sides = [(pair.train, pair.t), (pair.infer, pair.i)]
-        sizes = [float(np.linalg.norm(form.reach[row])) for _, form in sides]
+        sizes = [float(np.linalg.norm(form.error_bound[row])) for _, form in sides]
         parts = []
         for (walk, form), size in zip(sides, sizes, strict=True):
             known = size <= _FAINT * max(sizes) or form.place is None
-            parts.append(_around_box(form.reach[row]) if known else _error(walk, form, row))
+            parts.append(_around_box(form.error_bound[row]) if known else _error(walk, form, row))
         if slip is not None:
             parts.append(ball(slip[row]))
         shapes.append(sum_of(parts))
@@ -285,6 +285,6 @@ def _error(walk: Walk, form: Form, row: int) -> Floats:
     return ellipsoid(walk.tape, place, units(form.shape, (row,), 0, form.shape[-1]), floor)
 
 
-def _around_box(reach: Floats) -> Floats:
-    """Return an ellipsoid around |e| ≤ reach: (Σ w) Σ P_k/w_k with w_k = reach_k."""
-    return raised(np.diag(reach) * float(reach.sum()))
+def _around_box(error_bound: Floats) -> Floats:
+    """Return an ellipsoid around |e| ≤ error_bound: (Σ w) Σ P_k/w_k with w_k = error_bound_k."""
+    return raised(np.diag(error_bound) * float(error_bound.sum()))

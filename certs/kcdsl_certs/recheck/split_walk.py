@@ -16,7 +16,14 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Block, Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
-from kcdsl_certs.recheck.interval.state import Mask, Scene, State, StoredMatrix, numeric, pinned
+from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
+    Mask,
+    State,
+    StoredMatrix,
+    numeric,
+    pinned,
+)
 from kcdsl_certs.recheck.interval_walk import magnitudes, propagate
 from kcdsl_certs.recheck.linear_bounds.constraints import Halfspace, Layer
 from kcdsl_certs.recheck.linear_bounds.splits import recheck_split
@@ -49,7 +56,7 @@ class Off:
 class BlockLayers:
     """Layers of both kernels up to a node; a layer is open from its linear to its ReLU."""
 
-    scene: Scene
+    problem: DriftProblem
     errors: dict[str, tuple[Box, Box]]
     off: Off
     """Errors after the last ReLU, or after the linear of the open layer."""
@@ -60,18 +67,18 @@ class BlockLayers:
 
     def linear(self, node: Node, x: State, known: dict[str, State]) -> None:
         """Begin a layer; a kernel may quantise its input (Rule 3.2)."""
-        scene = pinned(self.scene, node)
-        key = scene.keys.get(node.inputs[1])
+        problem = pinned(self.problem, node)
+        key = problem.keys.get(node.inputs[1])
         if self.open or key is None:
             raise _no_network(node)
         by_train, by_infer = (
-            quantisation(scene.train, x.t, key),
-            quantisation(scene.infer, x.i, key),
+            quantisation(problem.train, x.t, key),
+            quantisation(problem.infer, x.i, key),
         )
         before = self.off
         if by_train.any() or by_infer.any():
             before = before.plus(box.around(by_train), box.around(by_infer))
-        w_t, w_i = (scene.parameters.linear(key, k) for k in (scene.train, scene.infer))
+        w_t, w_i = (problem.parameters.linear(key, k) for k in (problem.train, problem.infer))
         change = box.magnitude(box.sub(box.exact(w_i), box.exact(w_t)))
         sizes = [box.lifted(size).T for size in (np.abs(w_t), np.abs(w_i), change)]
         loose, apart = box.lifted(before.loose), box.lifted(before.apart)
@@ -122,7 +129,7 @@ def _no_network(node: Node) -> Rejected:
 
 
 def derive_splits(
-    scene: Scene, trees: Sequence[bytes], claim: float
+    problem: DriftProblem, trees: Sequence[bytes], claim: float
 ) -> dict[str, tuple[float, float]]:
     """Derive that no drift of the output is above a claim, by one tree for each row of the input.
 
@@ -130,21 +137,21 @@ def derive_splits(
     for a block that is no ReLU network of each row, "document/splits" for a malformed tree and
     "claim/too-small" for a leaf on which the claim is not proved.
     """
-    layers, sizes = walk(scene)
-    assert scene.centre is not None
-    assert scene.radius is not None
-    radius = np.broadcast_to(scene.radius, scene.centre.shape)
+    layers, sizes = walk(problem)
+    assert problem.centre is not None
+    assert problem.radius is not None
+    radius = np.broadcast_to(problem.radius, problem.centre.shape)
     rows = len(layers.off.loose)
-    if len(trees) != rows or scene.centre.shape[0] != rows:
+    if len(trees) != rows or problem.centre.shape[0] != rows:
         raise Rejected("document/splits", f"{len(trees)} trees of {rows} rows")
     networks = layers.train, layers.infer
     for row, tree in enumerate(trees):
         corners = [
             [Fraction(c) + sign * Fraction(r) for c, r in zip(*both, strict=True)]
-            for sign, both in ((s, (scene.centre[row], radius[row])) for s in (-1, 1))
+            for sign, both in ((s, (problem.centre[row], radius[row])) for s in (-1, 1))
         ]
         off = [(one.loose[row], one.apart[row]) for one in layers.offs]
-        unsafe = _larger(len(layers.train[-1][1]), scene.centre.shape[1], claim)
+        unsafe = _larger(len(layers.train[-1][1]), problem.centre.shape[1], claim)
         try:
             recheck_split(networks, corners[0], corners[1], unsafe, tree, off)
         except Rejected as rejection:
@@ -159,21 +166,21 @@ def _larger(outputs: int, inputs: int, limit: float) -> list[list[Halfspace]]:
     return [[(none, own.tolist(), (-own).tolist(), -Fraction(limit))] for own in signed]
 
 
-def walk(scene: Scene) -> tuple[BlockLayers, dict[str, tuple[float, float]]]:
+def walk(problem: DriftProblem) -> tuple[BlockLayers, dict[str, tuple[float, float]]]:
     """Walk the block in the interval domain; return its layers and the sizes of its nodes."""
-    beside = scene.rows, scene.drift, scene.held
-    if scene.rho or any(part is not None for part in beside):
+    beside = problem.rows, problem.drift, problem.held
+    if problem.rho or any(part is not None for part in beside):
         raise Rejected("document/domain", "splits: no rule for any length, weight balls, chains")
-    if scene.centre is None:
+    if problem.centre is None:
         raise Rejected("document/domain", "splits: no rule for blocks on token ids")
-    _refuse_branches(scene.block)
+    _refuse_branches(problem.block)
     errors: dict[str, tuple[Box, Box]] = {}
-    scene = replace(scene, errors=errors)
+    problem = replace(problem, errors=errors)
     known: dict[str, State] = {}
     sizes: dict[str, tuple[float, float]] = {}
     layers: BlockLayers | None = None
     x: State | None = None
-    for node, value in propagate(scene):
+    for node, value in propagate(problem):
         sizes[node.name] = magnitudes(value)
         if node.op in _KNOWN:
             if not isinstance(value, (Mask, StoredMatrix)):
@@ -183,7 +190,7 @@ def walk(scene: Scene) -> tuple[BlockLayers, dict[str, tuple[float, float]]]:
         if layers is None or x is None:
             if node.op != "input":
                 raise _no_network(node)
-            layers = BlockLayers(scene, errors, Off.nothing(len(state.t.lo), node.shape[-1]))
+            layers = BlockLayers(problem, errors, Off.nothing(len(state.t.lo), node.shape[-1]))
             layers.store(node)
         else:
             _read(layers, node, x, known)

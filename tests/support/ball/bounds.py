@@ -20,7 +20,7 @@ from kcdsl_certs.recheck.affine_walk import drift as derive
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.interval.state import Mask, Scene, numeric
+from kcdsl_certs.recheck.interval.state import DriftProblem, Mask, numeric
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.interval_walk import propagate
 from tests.support import proofs
@@ -50,24 +50,24 @@ class Setting:
     centre: Floats
     radius: float
 
-    def scene(self, folder: Path) -> Scene:
-        """Return the scene that the checker reads."""
+    def problem(self, folder: Path) -> DriftProblem:
+        """Return the problem that the checker reads."""
         path = folder / "model.safetensors"
         sha256 = proofs.write_safetensors(path, self.graph.tensors)
         document = proofs.document(
             self.graph, self.train, self.infer, sha256, self.centre, self.radius
         )
         proof = parse(proofs.dump(document))
-        return Derivation(proof, read(path).tensors).scene(proof.cases[0])
+        return Derivation(proof, read(path).tensors).problem(proof.cases[0])
 
 
 def all_enclosures(setting: Setting, folder: Path) -> Iterator[Enclosures]:
     """Yield the enclosures of each domain of each program; skip a domain that reports no bound."""
-    scene = setting.scene(folder)
+    problem = setting.problem(folder)
     with np.errstate(all="ignore"):
         for source in (checked_intervals, checked_forms):
             try:
-                yield source(scene)
+                yield source(problem)
             except Rejected as rejection:
                 if rejection.reason not in ("bound/not-finite", "bound/overflow"):
                     raise
@@ -78,9 +78,9 @@ def all_enclosures(setting: Setting, folder: Path) -> Iterator[Enclosures]:
             continue
 
 
-def checked_intervals(scene: Scene) -> Enclosures:
+def checked_intervals(problem: DriftProblem) -> Enclosures:
     found = Enclosures("intervals, checker")
-    for node, value in propagate(scene):
+    for node, value in propagate(problem):
         if not isinstance(value, Mask):
             state = numeric(value)
             found.train[node.name] = state.t.lo, state.t.hi
@@ -89,14 +89,14 @@ def checked_intervals(scene: Scene) -> Enclosures:
     return found
 
 
-def checked_forms(scene: Scene) -> Enclosures:
+def checked_forms(problem: DriftProblem) -> Enclosures:
     found = Enclosures("forms, checker")
-    for kernel, values in ((scene.train, found.train), (scene.infer, found.infer)):
-        for name, form in walk(scene, kernel).forms.items():
+    for kernel, values in ((problem.train, found.train), (problem.infer, found.infer)):
+        for name, form in walk(problem, kernel).forms.items():
             if isinstance(form, Form):
                 values[name] = form.box.lo, form.box.hi
-    output = derive(scene).output
-    found.drift[scene.block.output] = output.lo, output.hi
+    output = derive(problem).output
+    found.drift[problem.block.output] = output.lo, output.hi
     return found
 
 

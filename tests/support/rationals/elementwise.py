@@ -11,8 +11,8 @@ from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from tests.support.rationals.cells import ZERO, Cells, Pair, add, both, mul
 from tests.support.rationals.linear import middle
 from tests.support.rationals.state import (
+    DriftProblem,
     Known,
-    Scene,
     inner_formats,
     recast,
     reduce,
@@ -23,38 +23,40 @@ from tests.support.rationals.state import (
 def pairwise(combine: Callable[[Pair, Pair], Pair]) -> Callable[..., Known]:
     """Return the rule of an operation that is linear in both inputs."""
 
-    def rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    def rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
         node.attrs.exactly()
         a, b = inputs
         exact = both(a.t, b.t, combine), both(a.i, b.i, combine), both(a.d, b.d, combine)
-        return settle(scene, node, exact, _errors(scene, exact, 1, False), inner_formats(scene))
+        return settle(
+            problem, node, exact, _errors(problem, exact, 1, False), inner_formats(problem)
+        )
 
     return rule
 
 
 def _errors(
-    scene: Scene, exact: tuple[Cells, Cells, Cells], count: int, faint: bool
+    problem: DriftProblem, exact: tuple[Cells, Cells, Cells], count: int, faint: bool
 ) -> tuple[list[Fraction], list[Fraction]]:
     found = []
-    for form, y in zip(inner_formats(scene), exact, strict=False):
+    for form, y in zip(inner_formats(problem), exact, strict=False):
         lost = Fraction(2) ** (form.least - form.precision + 1) if faint else ZERO
         found.append([count * Fraction(form.u) * size + lost for size in y.mags])
     return found[0], found[1]
 
 
-def mul_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def mul_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return a * b."""
     node.attrs.exactly()
     a, b = inputs
     d = both(both(middle(a), b.d, mul), both(a.d, middle(b), mul), add)
     exact = both(a.t, b.t, mul), both(a.i, b.i, mul), d
-    return settle(scene, node, exact, _errors(scene, exact, 1, True), inner_formats(scene))
+    return settle(problem, node, exact, _errors(problem, exact, 1, True), inner_formats(problem))
 
 
 def scaled(name: str) -> Callable[..., Known]:
     """Return the rule of a product with, or a division by, an attribute."""
 
-    def rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+    def rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
         number = _number(node, name)
         if name == "divisor" and number == 0:
             raise Rejected("graph/field", "a division by zero")
@@ -63,7 +65,7 @@ def scaled(name: str) -> Callable[..., Known]:
         exact = tuple(part.each(lambda p: mul(p, (by, by))) for part in (x.t, x.i, x.d))
         found = exact[0], exact[1], exact[2]
         others = []
-        for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
+        for kernel, own in ((problem.train, x.t), (problem.infer, x.i)):
             low, high = _scalar(kernel, node, number)
             if name == "divisor":
                 if low * high <= 0:
@@ -72,27 +74,27 @@ def scaled(name: str) -> Callable[..., Known]:
             others.append(own.each(_times(low - by, high - by)))
         moved = others[0], others[1]
         sizes = both(found[0], moved[0], add), both(found[1], moved[1], add), found[2]
-        errors = _errors(scene, sizes, 3, True)
-        return settle(scene, node, found, errors, inner_formats(scene), moved)
+        errors = _errors(problem, sizes, 3, True)
+        return settle(problem, node, found, errors, inner_formats(problem), moved)
 
     return rule
 
 
-def shift(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def shift(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return x + offset."""
     by = _number(node, "offset")
     x = inputs[0]
     exact = x.t.each(lambda p: add(p, (by, by))), x.i.each(lambda p: add(p, (by, by))), x.d
     errors, others = [], []
     for kernel, form, y in zip(
-        (scene.train, scene.infer), inner_formats(scene), exact, strict=False
+        (problem.train, problem.infer), inner_formats(problem), exact, strict=False
     ):
         low, high = _scalar(kernel, node, by)
         others.append(y.each(_same((low - by, high - by))))
         u = Fraction(form.u)
         errors.append([u * (size + abs(by) * (1 + u)) for size in both(y, others[-1], add).mags])
     moved = others[0], others[1]
-    return settle(scene, node, exact, (errors[0], errors[1]), inner_formats(scene), moved)
+    return settle(problem, node, exact, (errors[0], errors[1]), inner_formats(problem), moved)
 
 
 def _same(pair: Pair) -> Callable[[Pair], Pair]:
@@ -109,10 +111,10 @@ def _scalar(kernel: KernelNumerics, node: Node, value: Fraction) -> Pair:
     return (value, value) if low == high else (Fraction(low), Fraction(high))
 
 
-def cast(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def cast(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return x in the format of the node."""
     node.attrs.exactly()
-    return recast(scene, node, inputs[0])
+    return recast(problem, node, inputs[0])
 
 
 def _number(node: Node, name: str) -> Fraction:
@@ -124,7 +126,7 @@ def _number(node: Node, name: str) -> Fraction:
     return value
 
 
-def neg(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def neg(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return -x."""
     node.attrs.exactly()
     x = inputs[0]
@@ -132,7 +134,7 @@ def neg(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     return Known(t, i, d)
 
 
-def relu(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def relu(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return max(x, 0)."""
     node.attrs.exactly()
     x = inputs[0]

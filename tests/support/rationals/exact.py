@@ -19,10 +19,10 @@ from kcdsl_certs.recheck.interval.tensors import Tensor
 from kcdsl_certs.recheck.ops.attention.cache import refuse_uncached
 from tests.support.rationals import elementwise, linear, moves
 from tests.support.rationals.cells import Cells, Pair, add, ceiling, root, sub
-from tests.support.rationals.state import Known, Scene, pinned
+from tests.support.rationals.state import DriftProblem, Known, pinned
 from tests.support.rationals.weights import RationalParameters
 
-_RULES: dict[str, tuple[Callable[[Scene, Node, list[Known]], Known], int, int]] = {
+_RULES: dict[str, tuple[Callable[[DriftProblem, Node, list[Known]], Known], int, int]] = {
     "input": (moves.input_rule, 0, 0),
     "param": (moves.param_rule, 0, 0),
     "constant": (moves.constant_rule, 0, 0),
@@ -96,7 +96,7 @@ class Rational:
     def states(self, case: Case) -> dict[str, Known]:
         """Return every node's enclosures."""
         block = self._proof.graphs[case.graph]
-        scene = Scene(
+        problem = DriftProblem(
             block,
             self._proof.train,
             self._proof.infer,
@@ -110,7 +110,7 @@ class Rational:
         found: dict[str, Known] = {}
         for node in block.nodes:
             try:
-                found[node.name] = _apply(scene, node, [found[name] for name in node.inputs])
+                found[node.name] = _apply(problem, node, [found[name] for name in node.inputs])
             except Rejected as rejection:
                 raise rejection.at(f"node {node.name[:80]!r}") from None
         return found
@@ -121,7 +121,7 @@ def _ends(cells: Cells) -> tuple[list[float], list[float]]:
     return [-ceiling(-lo) for lo, _ in cells.pairs], [ceiling(hi) for _, hi in cells.pairs]
 
 
-def _apply(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def _apply(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     if node.op not in _RULES:
         raise Rejected("rule/unknown-op", f"there is no exact rule for {node.op[:80]!r}")
     rule, least, most = _RULES[node.op]
@@ -129,10 +129,10 @@ def _apply(scene: Scene, node: Node, inputs: list[Known]) -> Known:
         raise Rejected("graph/field", f"{node.op} with {len(inputs)} inputs")
     if node.role in _OPS_OF_ROLE and node.op not in _OPS_OF_ROLE[node.role]:
         raise Rejected("graph/field", f"{node.op} in the role {node.role!r}")
-    scene = pinned(scene, node)
-    for kernel in (scene.train, scene.infer):
-        kernel.refuse_wide(scene.block.named, node)
-    value = rule(scene, node, inputs)
+    problem = pinned(problem, node)
+    for kernel in (problem.train, problem.infer):
+        kernel.refuse_wide(problem.block.named, node)
+    value = rule(problem, node, inputs)
     if value.t.shape != node.shape:
         raise Rejected("graph/shape", f"the shape is {list(value.t.shape)}")
     return value

@@ -31,26 +31,26 @@ from tests.support.rationals.quantisers import (
     quantised,
     quantisers,
 )
-from tests.support.rationals.state import Known, Scene, eta, gamma, held, settle
+from tests.support.rationals.state import DriftProblem, Known, eta, gamma, held, settle
 
 _SMALL = Fraction(1, 2**20)
 
 
-def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def linear_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return x @ weight.T + bias."""
     node.attrs.exactly()
-    key = scene.keys.get(node.inputs[1])
+    key = problem.keys.get(node.inputs[1])
     if key is None:
         raise Rejected("rule/weight", "the weight of a linear must be a parameter")
     x = inputs[0]
-    weight = held(scene, key, linear=True)
+    weight = held(problem, key, linear=True)
     w_t, w_i, w_d = (_turned(part) for part in (weight.t, weight.i, weight.d))
     outputs = w_t.shape[1]
-    b_t, b_i, b_d = _bias(scene, node, inputs, outputs)
-    x_t, away_t = quantised(scene.train, x.t, _quantisation(scene.train, x.t, key), key)
-    x_i, away_i = quantised(scene.infer, x.i, _quantisation(scene.infer, x.i, key), key)
+    b_t, b_i, b_d = _bias(problem, node, inputs, outputs)
+    x_t, away_t = quantised(problem.train, x.t, _quantisation(problem.train, x.t, key), key)
+    x_i, away_i = quantised(problem.infer, x.i, _quantisation(problem.infer, x.i, key), key)
     drift = both(x.d, both(away_i, away_t, sub), add)
-    if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
+    if (problem.train.activations[0], problem.infer.activations[0]) != ("none", "none"):
         drift = both(drift, both(x_i, x_t, sub), meet)
     d = both(matmul(drift, w_i), matmul(x_t, w_d), add)
     p_t, p_i = matmul(x_t, w_t), matmul(x_i, w_i)
@@ -62,24 +62,24 @@ def linear_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     biased = len(inputs) == 3
     errors = (
         _linear_error(
-            scene.train,
+            problem.train,
             x_t,
             w_t,
             b_t,
             p_t if biased else None,
-            _clipped(scene.train, x.t, w_t, key),
+            _clipped(problem.train, x.t, w_t, key),
         ),
         _linear_error(
-            scene.infer,
+            problem.infer,
             x_i,
             w_i,
             b_i,
             p_i if biased else None,
-            _clipped(scene.infer, x.i, w_i, key),
+            _clipped(problem.infer, x.i, w_i, key),
         ),
     )
-    inner = scene.train.accumulate, scene.infer.accumulate
-    return settle(scene, node, exact, errors, inner)
+    inner = problem.train.accumulate, problem.infer.accumulate
+    return settle(problem, node, exact, errors, inner)
 
 
 def _turned(weight: Cells) -> Cells:
@@ -89,14 +89,14 @@ def _turned(weight: Cells) -> Cells:
 
 
 def _bias(
-    scene: Scene, node: Node, inputs: list[Known], outputs: int
+    problem: DriftProblem, node: Node, inputs: list[Known], outputs: int
 ) -> tuple[Cells, Cells, Cells]:
     if len(inputs) < 3:
         none = points((outputs,), [ZERO] * outputs)
         return none, none, none
     bias = inputs[2]
     wide = any(lo != hi for lo, hi in bias.t.pairs + bias.i.pairs)
-    if (wide and node.inputs[2] not in scene.keys) or bias.t.shape != (outputs,):
+    if (wide and node.inputs[2] not in problem.keys) or bias.t.shape != (outputs,):
         raise Rejected("rule/weight", "the bias of a linear must be known and fit")
     return bias.t, bias.i, bias.d if wide else both(bias.i, bias.t, sub)
 
@@ -334,14 +334,14 @@ def _half(pair: Pair) -> Pair:
     return pair[0] / 2, pair[1] / 2
 
 
-def matmul_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def matmul_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return a @ b of two computed matrices."""
     node.attrs.exactly()
     a, b = inputs
     n = a.t.shape[-1]
     d = both(matmul(middle(a), b.d), matmul(a.d, middle(b)), add)
     errors = []
-    for kernel, left, right in ((scene.train, a.t, b.t), (scene.infer, a.i, b.i)):
+    for kernel, left, right in ((problem.train, a.t, b.t), (problem.infer, a.i, b.i)):
         sizes = product(left.shape, left.mags, right.shape, right.mags)
         k, j = n, 2
         if kernel.fused and node.role == "scores":
@@ -352,6 +352,6 @@ def matmul_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
         results = matmul(left, right).mags
         sums = _accumulated(kernel, sizes, results, k, j)
         errors.append([e + f for e, f in zip(sums, lost, strict=True)])
-    inner = scene.train.accumulate, scene.infer.accumulate
+    inner = problem.train.accumulate, problem.infer.accumulate
     exact = matmul(a.t, b.t), matmul(a.i, b.i), d
-    return settle(scene, node, exact, (errors[0], errors[1]), inner)
+    return settle(problem, node, exact, (errors[0], errors[1]), inner)

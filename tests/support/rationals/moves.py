@@ -24,25 +24,25 @@ from tests.support.rationals.cells import (
     sub,
     widened,
 )
-from tests.support.rationals.state import Known, Scene, held, reduce, stored
+from tests.support.rationals.state import DriftProblem, Known, held, reduce, stored
 from tests.support.rationals.weights import as_stored
 
 
-def input_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def input_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return the block input."""
     node.attrs.exactly()
-    centre, radius = scene.region
+    centre, radius = problem.region
     if centre is None or radius is None or node.role:
         raise Rejected("rule/input", "a block on token ids has no block input")
     c, r = (_numbers(array, "d", 8) for array in (centre, radius))
     wide = spread(radius.shape, centre.shape)
     x = widened(points(centre.shape, c), [r[k] for k in wide])
-    if scene.drift is not None:
-        low, high = (_numbers(array, "d", 8) for array in scene.drift)
+    if problem.drift is not None:
+        low, high = (_numbers(array, "d", 8) for array in problem.drift)
         apart = Cells(x.shape, tuple(zip(low, high, strict=True)))
         return reduce(x, both(x, apart, add), apart)
     sides = []
-    for kernel in (scene.train, scene.infer):
+    for kernel in (problem.train, problem.infer):
         form = kernel.result("input", "")
         if form.precision >= FLOAT32.precision:
             sides.append((x, points(x.shape, [ZERO] * len(c))))
@@ -60,20 +60,20 @@ def _numbers(array: Array, code: str, size: int) -> list[Fraction]:
         raise Rejected("parameter/not-finite", "an array holds NaN or infinity") from None
 
 
-def param_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def param_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return a checkpoint tensor as either kernel stores it."""
     key = node.attrs.exactly("key").text("key")
-    return held(scene, key, linear=node.name in scene.weights)
+    return held(problem, key, linear=node.name in problem.weights)
 
 
 def _known(t: Cells, i: Cells) -> Known:
     return Known(t, i, both(i, t, sub))
 
 
-def constant_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def constant_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return a float32 constant as either kernel stores it."""
     key = node.attrs.exactly("key").text("key")
-    array = scene.block.constants.get(key)
+    array = problem.block.constants.get(key)
     if array is None or array.dtype != "float32":
         raise Rejected("graph/field", f"there is no float32 constant {key[:80]!r}")
     values = _numbers(array, "f", 4)
@@ -84,18 +84,18 @@ def constant_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
         return _known(held_so, held_so)
     t, i = (
         points(array.shape, [as_stored(v, k.holding, k) for v in values])
-        for k in (scene.train, scene.infer)
+        for k in (problem.train, problem.infer)
     )
     return _known(t, i)
 
 
-def embedding_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def embedding_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return rows of a table."""
     ids = node.attrs.exactly("ids").integers("ids", 0)
-    key = scene.keys.get(node.inputs[0])
+    key = problem.keys.get(node.inputs[0])
     if key is None:
         raise Rejected("rule/weight", "the table of an embedding must be a parameter")
-    table = held(scene, key, linear=False)
+    table = held(problem, key, linear=False)
     if not ids or len(table.t.shape) != 2 or max(ids) >= table.t.shape[0]:
         raise Rejected("graph/shape", "an embedding needs ids within a matrix")
     width = table.t.shape[1]
@@ -107,7 +107,7 @@ def _moved(x: Known, shape: Shape, order: Sequence[int]) -> Known:
     return Known(*(part.taken(shape, order) for part in (x.t, x.i, x.d)))
 
 
-def view_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def view_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return the elements where a view puts them."""
     view = View.of(node, inputs[0].t.shape)
     places: list[list[int]] = []
@@ -118,7 +118,7 @@ def view_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
     return _moved(inputs[0], node.shape, [sum(index) for index in itertools.product(*places)])
 
 
-def concat_rule(scene: Scene, node: Node, inputs: list[Known]) -> Known:
+def concat_rule(problem: DriftProblem, node: Node, inputs: list[Known]) -> Known:
     """Return the inputs one after another along one dimension."""
     shapes = [x.t.shape for x in inputs]
     rank = len(shapes[0])

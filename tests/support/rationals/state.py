@@ -35,7 +35,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class DriftProblem:
     """The context of the rules: everything they read besides their inputs."""
 
     block: Block
@@ -49,25 +49,25 @@ class Scene:
     rho: Fraction = Fraction(0)
 
 
-def pinned(scene: Scene, node: Node) -> Scene:
-    """Return the scene with both kernels as they compute a node.
+def pinned(problem: DriftProblem, node: Node) -> DriftProblem:
+    """Return the problem with both kernels as they compute a node.
 
     A node may have its own format, and a linear the override of its weight.
     """
     if node.format and node.op != "constant":
-        scene = replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
-    key = scene.keys.get(node.inputs[1]) if node.op == "linear" else None
-    if key is None or not (scene.train.others or scene.infer.others):
-        return scene
-    return replace(scene, train=scene.train.serving(key), infer=scene.infer.serving(key))
+        problem = replace(problem, train=problem.train.at(node), infer=problem.infer.at(node))
+    key = problem.keys.get(node.inputs[1]) if node.op == "linear" else None
+    if key is None or not (problem.train.others or problem.infer.others):
+        return problem
+    return replace(problem, train=problem.train.serving(key), infer=problem.infer.serving(key))
 
 
-def recast(scene: Scene, node: Node, x: Known) -> Known:
+def recast(problem: DriftProblem, node: Node, x: Known) -> Known:
     """Return the state of a node after a cast to the format of the reader."""
-    nodes, sides = scene.block.named, []
-    for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
+    nodes, sides = problem.block.named, []
+    for kernel, own in ((problem.train, x.t), (problem.infer, x.i)):
         form = kernel.result(node.op, node.role)
-        read = kernel.reads(nodes, node.inputs[0], scene.drift is not None)
+        read = kernel.reads(nodes, node.inputs[0], problem.drift is not None)
         nothing = [Fraction(0)] * len(own.pairs)
         if all(form.holds(other) for other in read):
             sides.append((own, Cells(own.shape, tuple((zero, zero) for zero in nothing))))
@@ -78,16 +78,16 @@ def recast(scene: Scene, node: Node, x: Known) -> Known:
     return reduce(t, i, both(x.d, both(wrong_i, wrong_t, sub), add))
 
 
-def held(scene: Scene, key: str, *, linear: bool) -> Known:
+def held(problem: DriftProblem, key: str, *, linear: bool) -> Known:
     """Return both kernels' stored parameters: of the tensor, or of every θ' in a weight ball."""
-    stored = scene.parameters
-    if scene.rho:
-        kernels = scene.train, scene.infer
+    stored = problem.parameters
+    if problem.rho:
+        kernels = problem.train, problem.infer
         if linear:
-            kernels = scene.train.serving(key), scene.infer.serving(key)
-        return Known(*nearby.both(*stored.singles(key), scene.rho, kernels, linear))
+            kernels = problem.train.serving(key), problem.infer.serving(key)
+        return Known(*nearby.both(*stored.singles(key), problem.rho, kernels, linear))
     get = stored.linear if linear else stored.plain
-    t, i = get(key, scene.train), get(key, scene.infer)
+    t, i = get(key, problem.train), get(key, problem.infer)
     return Known(t, i, both(i, t, sub))
 
 
@@ -99,7 +99,7 @@ def reduce(t: Cells, i: Cells, d: Cells) -> Known:
 
 
 def settle(
-    scene: Scene,
+    problem: DriftProblem,
     node: Node,
     exact: tuple[Cells, Cells, Cells],
     errors: tuple[Sequence[Fraction], Sequence[Fraction]],
@@ -111,7 +111,7 @@ def settle(
     `beside` is what either kernel may add to f before it is stored.
     """
     formed = exact[:2] if beside is None else tuple(map(both, exact, beside, (add, add)))
-    sides = zip((scene.train, scene.infer), formed, errors, inner, strict=False)
+    sides = zip((problem.train, problem.infer), formed, errors, inner, strict=False)
     (t, wrong_t), (i, wrong_i) = (
         stored(k, k.result(node.op, node.role), y, e, f) for k, y, e, f in sides
     )
@@ -183,6 +183,6 @@ def gamma(count: int, u: float) -> Fraction:
     return product / (1 - product)
 
 
-def inner_formats(scene: Scene) -> tuple[Format, Format]:
+def inner_formats(problem: DriftProblem) -> tuple[Format, Format]:
     """Return the formats of elementwise arithmetic in both kernels."""
-    return scene.train.inner, scene.infer.inner
+    return problem.train.inner, problem.infer.inner

@@ -47,7 +47,7 @@ def test_module_without_executable_code_has_no_mutants() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "affine/curves.py",
+        "affine/remainders.py",
         pytest.param("documents/hints.py", marks=pytest.mark.full),
         pytest.param("linear_bounds/tape.py", marks=pytest.mark.full),
     ],
@@ -77,7 +77,7 @@ def test_every_mutation_site_records_its_execution() -> None:
 
 
 def test_mutants_of_different_statements_share_a_process() -> None:
-    name = "affine/curves.py"
+    name = "affine/remainders.py"
     found = list(mutants_of(PLANTED[name]))
     groups = apart(found)
     assert sorted(mutant.key for group in groups for mutant in group) == sorted(

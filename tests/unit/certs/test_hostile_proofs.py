@@ -257,9 +257,9 @@ def test_memory_estimate_is_a_lower_bound(good: tuple[Document, Path]) -> None:
 
     proof = parse(proofs.dump(good[0]))
     block = proof.graphs[proof.cases[0].graph]
-    scene = Derivation(proof, read(good[1]).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(good[1]).tensors).problem(proof.cases[0])
     found = walk(scene, scene.train).forms.values()
-    held = sum(f.reference.nbytes + f.reach.nbytes for f in found if isinstance(f, Form))
+    held = sum(f.reference.nbytes + f.error_bound.nbytes for f in found if isinstance(f, Form))
     assert 0 < forms(block) <= held
     most = max(node.shape[0] * node.shape[-1] for node in block.nodes) * 48
     assert most / 4 <= boxes(block) <= 48 * sum(int(np.prod(n.shape)) for n in block.nodes)

@@ -327,14 +327,14 @@ def test_unusual_graphs_are_bounded(tmp_path: Path, radius: float, name: str) ->
     made, path = document(tmp_path, graph, radius, spread=0.5)
     made["numerics"] = {"train": record, "infer": record}
     proof = parse(proofs.dump(made))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     centre = scene.centre
     assert centre is not None
     found = walk(scene, scene.train)
     form = found.forms[graph.output]
     assert isinstance(form, Form)
     assert form.place is not None
-    assert form.reach.max() < 1
+    assert form.error_bound.max() < 1
     for trial in range(200):
         x = centre + radius * rng.choice([-1.0, 1.0], centre.shape)
         mode = ("random", "signs", "up", "down")[trial % 4]
@@ -343,7 +343,7 @@ def test_unusual_graphs_are_bounded(tmp_path: Path, radius: float, name: str) ->
         a = Adjoint(rng.standard_normal((1, *form.shape)), (0, 0, 0))
         bound = found.tape.bound(form.place, a)
         e = values[graph.output] - form.reference
-        assert (np.abs(e) <= form.reach + 2.0**-44).all()
+        assert (np.abs(e) <= form.error_bound + 2.0**-44).all()
         seen = float((a.values[0] * e).sum())
         assert abs(seen) <= bound.magnitude(found.tape.region)[0] + 2.0**-40
 
@@ -358,7 +358,7 @@ def test_products_of_irregular_heads_are_bounded(tmp_path: Path, kind: str) -> N
     made, path = document(tmp_path, graph, radius, spread=0.1)
     made["numerics"] = {"train": record, "infer": record}
     proof = parse(proofs.dump(made))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     assert scene.centre is not None
     found = walk(scene, scene.train)
     form = found.forms[graph.output]
@@ -370,7 +370,7 @@ def test_products_of_irregular_heads_are_bounded(tmp_path: Path, kind: str) -> N
     assert isinstance(right, Form)
     if graph.nodes[-1]["role"] == "scores":  # no tighter bound of the remainder exists
         assert radius_of is not None
-        assert (radius_of >= left.reach @ right.reach).all()
+        assert (radius_of >= left.error_bound @ right.error_bound).all()
     weight = [graph.tensors[k].astype(np.float64) for k in graph.tensors]
     reached = 0.0
     for trial in range(400):
@@ -390,9 +390,9 @@ def test_products_of_irregular_heads_are_bounded(tmp_path: Path, kind: str) -> N
             lambda key: scene.parameters.linear(key, scene.train),
         )
         e = values[graph.output] - form.reference
-        assert (np.abs(e) <= form.reach + 2.0**-44).all()
+        assert (np.abs(e) <= form.error_bound + 2.0**-44).all()
         a = Adjoint(rng.standard_normal((1, *form.shape)), (0, 0, 0))
         seen = abs(float((a.values[0] * e).sum()))
         assert seen <= found.tape.bound(form.place, a).magnitude(found.tape.region)[0] + 2.0**-40
-        reached = max(reached, float((np.abs(e) / form.reach).max()))
+        reached = max(reached, float((np.abs(e) / form.error_bound).max()))
     assert reached > 0.3

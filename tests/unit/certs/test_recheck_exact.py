@@ -239,7 +239,7 @@ def test_float64_boxes_enclose_rational_ones_tightly(
     tensors = read(path).tensors
     exact = Rational(proof, tensors).states(proof.cases[0])
     with np.errstate(all="ignore"):
-        scene = Derivation(proof, tensors).scene(proof.cases[0])
+        scene = Derivation(proof, tensors).problem(proof.cases[0])
         states = {n.name: numeric(v) for n, v in propagate(scene)}
     assert set(states) == set(exact)
     stepped = any(

@@ -18,7 +18,7 @@ from kcdsl_backends.drift.affine.tape import Tape as Pages
 from kcdsl_backends.drift.boxes import Box as Boxes
 from kcdsl_backends.drift.boxes.state import InterfaceEllipsoids
 from kcdsl_certs.recheck import output
-from kcdsl_certs.recheck.affine import curves
+from kcdsl_certs.recheck.affine import remainders
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.tape import Tape
 from kcdsl_certs.recheck.interval.box import Box
@@ -70,7 +70,7 @@ def drifting_box(reach: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(12))
 def test_ball_of_a_box_has_the_length_of_its_diagonal(seed: int) -> None:
     radius = rows(seed)
-    shape = curves.ball(radius)
+    shape = remainders.ball(radius)
     length = sum((Fraction(r) ** 2 for r in radius), Fraction(0))
     for k in range(len(radius)):
         unit = [Fraction(int(i == k)) for i in range(len(radius))]
@@ -81,7 +81,7 @@ def entered(middle: Any, shapes: Any, box: Any, half: Any, reference: Any) -> li
     """Return the symbols that both programs create for a drift."""
     first, second = Tape(np.zeros((1, len(half)))), Pages(torch.zeros(1, len(half)))
     walk: Any = Walk(first)
-    place = curves.symbol(walk, (middle, shapes), box, half, reference)
+    place = remainders.symbol(walk, (middle, shapes), box, half, reference)
     run: Any = Walk(second)
     tensors = (torch.tensor(x) for x in (middle, shapes, box, half, reference))
     centre, around, mid, own, ref = tensors
@@ -132,7 +132,7 @@ def test_symbol_uses_the_smaller_of_box_and_ellipsoid() -> None:
     norms = np.linalg.norm(values, axis=(1, 2))
     for half, found in ((1.0, small * norms), (small / 10, small / 10 * sizes)):
         one, two = entered(middle, thin, middle, np.full((1, n), half), reference)
-        (curve,) = one.curved
+        (curve,) = one.nonlinear
         low, high = curve.between(Adjoint(values, (0, 0)))
         functionals = Functionals(torch.tensor(values), ((0, 1), (0, n)), (1, n))
         below, above = two.nonlinear.between(functionals)
@@ -156,7 +156,7 @@ def test_ellipsoid_covers_the_box_of_the_drift(seed: int) -> None:
     middle, wide = rng.standard_normal((2, 4)), np.abs(rng.standard_normal((2, 4)))
     low, high = middle - wide, middle + wide
     reaches = [np.abs(rng.standard_normal((2, 4))) * scale for scale in (0.5, 1e-9)]
-    t, i = (SimpleNamespace(reach=reach, place=None) for reach in reaches)
+    t, i = (SimpleNamespace(error_bound=reach, place=None) for reach in reaches)
     pair: Any = SimpleNamespace(
         shape=(2, 4), apart=Box(low, high), train=None, infer=None, t=t, i=i
     )
@@ -190,7 +190,7 @@ def test_norm_of_functionals_includes_every_row() -> None:
     values = np.random.default_rng(7).standard_normal((1, 2, n))
     one, two = entered(nothing, np.stack([np.eye(n)] * 2) * small**2, nothing, half, nothing + 1)
     together = small * np.linalg.norm(values[0], axis=-1).sum()
-    (curve,) = one.curved
+    (curve,) = one.nonlinear
     functionals = Functionals(torch.tensor(values), ((0, 2), (0, n)), (2, n))
     for found in (curve.together(Adjoint(values, (0, 0))), two.nonlinear.together(functionals)):
         assert together <= found <= together * 1.01

@@ -169,7 +169,7 @@ def test_linear_bounds_refuse_unsupported_scenes_directly(
 ) -> None:
     """A caller that bypasses the parser gets no bound either."""
     proof = parse(proofs.dump(base[0]))
-    scene = Derivation(proof, read(base[1]).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(base[1]).tensors).problem(proof.cases[0])
     assert scene.centre is not None
     zero = np.zeros(scene.centre.shape)
     more: dict[str, Any] = {"drift": Box(zero, zero), "rho": Fraction(1, 1000)}
@@ -183,7 +183,7 @@ def test_operand_without_linear_bounds_must_be_a_constant(
 ) -> None:
     """A box without linear bounds would be replaced by its midpoint."""
     proof = parse(proofs.dump(base[0]))
-    scene = Derivation(proof, read(base[1]).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(base[1]).tensors).problem(proof.cases[0])
     at = context.Context(scene, {})
     known = State(exact(np.ones((2,))), exact(np.ones((2,))), exact(np.zeros((2,))))
     node = Node("sum", "add", ("known", "unknown"), (2,), Reader({}, "sum"), "")
@@ -208,7 +208,7 @@ def test_functionals_in_parts_give_equal_bounds(
     for numbers in (context._NUMBERS, 1):
         monkeypatch.setattr(context, "_NUMBERS", numbers)
         with np.errstate(all="ignore"):
-            found.append(derive(doubles.scene(case), case.planes))
+            found.append(derive(doubles.problem(case), case.planes))
     at_once, apart = (one.output.d for one in found)
     narrow = 2.0**-40 * (at_once.hi - at_once.lo)
     assert (np.abs(apart.lo - at_once.lo) <= narrow).all()

@@ -17,7 +17,7 @@ from kcdsl_certs.recheck.graphs.graph import Block, Node
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.interval import box, sums
 from kcdsl_certs.recheck.interval.box import Box
-from kcdsl_certs.recheck.interval.state import Mask, Scene, State, gamma, reduce, stored
+from kcdsl_certs.recheck.interval.state import DriftProblem, Mask, State, gamma, reduce, stored
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FLOAT64, FORMATS
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
@@ -342,11 +342,11 @@ def test_contradictory_boxes_are_refused() -> None:
 # --- whole rules ----------------------------------------------------------------------------------
 
 
-def scene(train: KernelNumerics, infer: KernelNumerics) -> Scene:
-    """Return a scene for rules that read only the kernels."""
+def problem(train: KernelNumerics, infer: KernelNumerics) -> DriftProblem:
+    """Return a problem for rules that read only the kernels."""
     nothing: Any = None
     block = Block("none", (), "", {}, None)
-    return Scene(block, train, infer, nothing, {}, frozenset(), None, None)
+    return DriftProblem(block, train, infer, nothing, {}, frozenset(), None, None)
 
 
 def node(op: str, shape: tuple[int, ...], attrs: dict[str, Any] | None = None) -> Node:
@@ -357,10 +357,10 @@ def test_relu_may_cut_off_a_part_of_a_drift() -> None:
     # both ends below zero: no drift; training below and inference above: a part of it
     t, d = Box(np.array([-1.0]), np.array([1.0])), box.exact(np.array([0.5]))
     state = reduce(t, box.add(t, d), d)
-    found = views.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [state])
+    found = views.relu_interval(problem(kernel(), kernel()), node("relu", (1,)), [state])
     assert (found.d.lo[0], found.d.hi[0]) == (0.0, 0.5)
     moved = State(box.neg(state.t), box.neg(state.i), box.neg(state.d))
-    found = views.relu_interval(scene(kernel(), kernel()), node("relu", (1,)), [moved])
+    found = views.relu_interval(problem(kernel(), kernel()), node("relu", (1,)), [moved])
     assert (found.d.lo[0], found.d.hi[0]) == (-0.5, 0.0)
 
 
@@ -380,7 +380,7 @@ def test_rope_tables_of_the_kernels_may_differ() -> None:
     still = box.zeros((1, 2))
     point = State(x, x, still)
     same, other = State(one, one, still), State(one, two, box.sub(two, one))
-    where = scene(kernel(), kernel())
+    where = problem(kernel(), kernel())
     for cos, sin, drift in (
         (other, same, [3 * 0.25, 5 * -0.125]),
         (same, other, [-5 * 0.25, 3 * -0.125]),
@@ -447,7 +447,7 @@ def test_norm_weights_of_the_kernels_may_differ() -> None:
     point = State(box.exact(x), box.exact(x), box.zeros((1, 2)))
     inputs: list[Any] = [point, weight, bias]
     attrs = {"eps": (0.0).hex()}
-    where = scene(kernel(), kernel())
+    where = problem(kernel(), kernel())
     found = norms.layer_norm_interval(where, node("layer_norm", (1, 2), attrs), inputs)
     np.testing.assert_allclose(found.d.lo[0], [0.5, 0.25], atol=1e-4)
     np.testing.assert_allclose(found.d.hi[0], [0.5, 0.25], atol=1e-4)
@@ -464,7 +464,9 @@ def test_context_of_perturbed_probabilities_is_enclosed() -> None:
     v_t = around(rng.standard_normal((1, 3, 2)) + 5, 0.01)
     v_d = around(rng.standard_normal((1, 3, 2)) * 0.1, 0.01)
     v = reduce(v_t, box.add(v_t, v_d), v_d)
-    where = scene(kernel("float64", accumulate="float64"), kernel("float64", accumulate="float64"))
+    where = problem(
+        kernel("float64", accumulate="float64"), kernel("float64", accumulate="float64")
+    )
     p = softmax_interval(where, node("softmax", (1, 2, 3)), [state, Mask(allowed)])
     found = context.context_interval(where, node("matmul", (1, 2, 2)), p, v)
     for _ in range(300):

@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval import parameters as stored
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import Parameters
-from kcdsl_certs.recheck.interval.state import Scene, State, StoredMatrix
+from kcdsl_certs.recheck.interval.state import DriftProblem, State, StoredMatrix
 from kcdsl_certs.recheck.interval.tensors import Tensor, as_float32
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
@@ -229,12 +229,12 @@ def test_row_by_row_products_of_large_matrices_are_equal(
         monkeypatch.setattr(stored, "_LARGE", most)
         monkeypatch.setattr(stored, "_AT_ONCE", 10)
         held = Parameters(tensors, digests)
-        scene = Scene(
+        problem = DriftProblem(
             *(block, train, infer, held, {"w": "w", "b": "b"}, frozenset({"w"}), None, None)
         )
-        weight, added = (parameter_value(scene, leaf, []) for leaf in (one, two))
+        weight, added = (parameter_value(problem, leaf, []) for leaf in (one, two))
         assert isinstance(weight, StoredMatrix) == (most == 0)
-        found.append(linear_interval(scene, linear, [state, weight, added]))
+        found.append(linear_interval(problem, linear, [state, weight, added]))
         if isinstance(weight, StoredMatrix):
             sizes = [np.abs(held.linear("w", side)).max() for side in (train, infer)]
             apart = np.abs(held.linear("w", infer) - held.linear("w", train)).max()

@@ -18,7 +18,7 @@ from kcdsl_backends.drift.ops.attention import _second_order
 from kcdsl_backends.drift.ops.bilinear import Heads
 from kcdsl_certs.recheck.affine import ellipsoids as checker
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.ops.linear.bilinear import Straight, _norms, context_curve
+from kcdsl_certs.recheck.ops.linear.bilinear import Straight, _norms, context_remainder
 
 Floats = np.ndarray
 HEADS, ROWS, KEYS, WIDTH, INPUTS, COUNT = 2, 2, 3, 3, 4, 5
@@ -43,7 +43,7 @@ def _checker(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: F
     rows: list[list[tuple[int, ...]]] = [[(j,) for j in range(KEYS)]] * HEADS
     values = Straight(weight, np.stack([reach] * HEADS), own, "x", rows, {})
     sizes = np.abs(weight) @ reach.T  # [heads, d, keys]
-    curve = context_curve(moved, values, moved @ (sizes.swapaxes(-1, -2) + own))
+    curve = context_remainder(moved, values, moved @ (sizes.swapaxes(-1, -2) + own))
     functionals = Adjoint(alpha, (0, 1, 0))
     assert curve.length is not None
     assert curve.around is not None

@@ -148,7 +148,7 @@ def _of_checker(folder: Path, role: str, seed: int) -> Met:
     sha256 = proofs.write_safetensors(path, graph.tensors)
     document = proofs.document(graph, RECORD, RECORD, sha256, _centre(graph, seed), 0.0)
     proof = parse(proofs.dump(document))
-    scene = Derivation(proof, read(path).tensors).scene(proof.cases[0])
+    scene = Derivation(proof, read(path).tensors).problem(proof.cases[0])
     with np.errstate(all="ignore"):
         found_walk = walk(scene, scene.train, None)
     form, entries = found_walk.forms[_named(graph, role)], found_walk.tape.entries
@@ -168,7 +168,7 @@ def _of_checker(folder: Path, role: str, seed: int) -> Met:
                 yield operand, below
 
     def dense(place: int, part: Adjoint) -> Floats:
-        shape = entries[place].reach.shape
+        shape = entries[place].error_bound.shape
         return embedded(part, (0,) * len(shape), shape).values
 
     met = _down(top, start, places, pull)
@@ -178,10 +178,10 @@ def _of_checker(folder: Path, role: str, seed: int) -> Met:
             continue
         entry = entries[place]
         assert entry.centre is None
-        assert not entry.curved
+        assert not entry.nonlinear
         apart, radius = entry.apart, entry.radius
         added = Added(
-            entry.reach.shape,
+            entry.error_bound.shape,
             radius if apart is None else apart.radius,
             None if apart is None else apart.caps,
             None if apart is None else apart.sums,

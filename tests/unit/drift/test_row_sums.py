@@ -24,7 +24,14 @@ from kcdsl_backends.drift.affine.row_sums import (
     WeightedRows,
 )
 from kcdsl_certs.recheck.affine import adjoint as checker_adjoint
-from kcdsl_certs.recheck.affine.many_rows import Line, ManyRows, Places, RowReach, Through, Weighted
+from kcdsl_certs.recheck.affine.many_rows import (
+    Line,
+    ManyRows,
+    Places,
+    RowErrors,
+    Through,
+    Weighted,
+)
 
 HEADS, COUNT, KEYS, WIDTH, INPUTS = 3, 40, 37, 4, 24
 OWN = 5
@@ -81,7 +88,7 @@ def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _checker(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     lines = [Line(*pair) for pair in zip(drawn["along"], drawn["size"], strict=True)]
-    rows, found = RowReach(drawn["radius"], tuple(lines)), None
+    rows, found = RowErrors(drawn["radius"], tuple(lines)), None
     if "p" in drawn:
         through = Through.of(drawn["each"], drawn["weight"], rows)
         found = ManyRows(rows, OWN, COUNT, drawn["p"], through, drawn["p"])
@@ -115,7 +122,7 @@ def test_own_parts_of_rows_are_formed_some_at_a_time() -> None:
     bound = BoundedRows.of(RowBound(tensors["radius"], tensors["along"], tensors["size"]))
     vectors = Vectors.of(tensors["each"], tensors["weight"], bound)
     lines = [Line(*pair) for pair in zip(drawn["along"], drawn["size"], strict=True)]
-    rows = RowReach(drawn["radius"], tuple(lines))
+    rows = RowErrors(drawn["radius"], tuple(lines))
     through = Through.of(drawn["each"], drawn["weight"], rows)
     for t in (0, OWN, OWN + 1, 3, KEYS - 1, 8, 7):
         one = vectors.row(tensors["p"], t).numpy()
@@ -209,7 +216,7 @@ def _through_weight(
     prover = WeightedRows(torch.from_numpy(weight), bound)
     one = prover.magnitude(Adjoint(torch.from_numpy(alpha[:, None]), window, shape)).numpy()
     lines = [Line(*pair) for pair in zip(drawn["along"], drawn["size"], strict=True)]
-    checker = Weighted(weight, RowReach(drawn["radius"], tuple(lines)))
+    checker = Weighted(weight, RowErrors(drawn["radius"], tuple(lines)))
     return one, checker.bound(checker_adjoint.Adjoint(alpha[:, None], (OWN, first)))
 
 

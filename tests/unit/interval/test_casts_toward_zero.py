@@ -205,12 +205,12 @@ def test_overflow_before_the_truncation_has_no_bound(tmp_path: Path) -> None:
         if held:
             affine_run(block(graph), wide, torch.from_numpy(half), spread, 0.0)
             with np.errstate(all="ignore"):
-                walk(scene.scene(case), parse_kernel(record, "k"))
+                walk(scene.problem(case), parse_kernel(record, "k"))
             continue
         with pytest.raises(NoBound, match="float32"):
             affine_run(block(graph), wide, torch.from_numpy(half), spread, 0.0)
         with np.errstate(all="ignore"), pytest.raises(Rejected, match="float32"):
-            walk(scene.scene(case), parse_kernel(record, "k"))
+            walk(scene.problem(case), parse_kernel(record, "k"))
 
 
 def test_grid_point_is_unchanged() -> None:

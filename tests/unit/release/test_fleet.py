@@ -105,7 +105,7 @@ def undecided(found: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Scene:
-    """Return an empty scene."""
+    """Return an empty problem."""
     return Scene(tmp_path)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.form import Walk
-from kcdsl_certs.recheck.affine.reverse_passes import FEW, room, rows, surrounded
+from kcdsl_certs.recheck.affine.reverse_passes import FEW, batch_limit, rows, surrounded
 from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -24,7 +24,7 @@ def asked(walk: Walk, name: str, kind: str, shape: tuple[int, ...]) -> tuple[Boo
     deep, near = (walk.passes.of(Pass(name, name, kind, to), shape) for to in ("input", "cut"))
     if walk.passes.rows is None or not walk.tape.cut:
         deep, near = deep | near, np.zeros_like(near)
-    if name == walk.scene.block.output:
+    if name == walk.problem.block.output:
         deep, near = np.zeros_like(deep), np.zeros_like(near)
     return deep, near
 
@@ -38,13 +38,13 @@ def _named(walk: Walk, node: Node) -> bool:
 def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
     """Return bounds of the error of a linear's result by unit functionals; `entry` is not on the
     tape yet. None without named passes, infinite in rows without them."""
-    shape = entry.reach.shape
+    shape = entry.error_bound.shape
     deep, near = asked(walk, node.name, "reach", shape)
     needed = deep | near
     if not _named(walk, node) or node.op != "linear" or not needed.any():
         return None
     found, above = np.full(shape, np.inf), len(walk.tape.entries)
-    step = min(FEW, room(walk))
+    step = min(FEW, batch_limit(walk))
     for first in range(0, shape[-1], step):  # the same columns of all rows in turn
         count = min(step, shape[-1] - first)
         for row in rows(needed):

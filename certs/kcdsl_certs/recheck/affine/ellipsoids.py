@@ -284,11 +284,11 @@ def longest(shape: Floats, functionals: Floats) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def reached(ellipsoids: Ellipsoids, reach: Floats, adjoint: Adjoint) -> Floats:
-    """Return bounds [B] of functionals of an error: each row by its ellipsoid or its reach."""
+def reached(ellipsoids: Ellipsoids, error_bound: Floats, adjoint: Adjoint) -> Floats:
+    """Return bounds [B] of functionals of an error: rows by ellipsoids or error bounds."""
     found = np.zeros(adjoint.batch)
     for row, part in rows_of(adjoint):
-        within = part.sizes(reach)
+        within = part.sizes(error_bound)
         if row in ellipsoids:
             columns = part.window[-1]
             values = part.values.reshape(part.batch, -1)

@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node, View
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
-from kcdsl_certs.recheck.interval.state import SUMMED, Mask, Scene, gamma, twice
+from kcdsl_certs.recheck.interval.state import SUMMED, DriftProblem, Mask, gamma, twice
 from kcdsl_certs.recheck.numerics.formats import Format
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
@@ -106,13 +106,13 @@ class Uncast:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A node's reference h̃, the reach ρ ≥ |stored value - h̃| and its place on the tape.
+    """A node's reference h̃, the error bound ρ ≥ |stored value - h̃| and its place on the tape.
 
     `place` None: the value is known to be h̃ (a parameter, a constant).
     """
 
     reference: Floats
-    reach: Floats
+    error_bound: Floats
     place: int | None
     origin: Origin | None = None
     allowed: Bools | None = None  # a softmax: which columns take part
@@ -131,12 +131,12 @@ class Form:
     @property
     def size(self) -> Floats:
         """Return |h̃| + ρ, which bounds the stored value, for use in error terms."""
-        return box.lifted(raised(np.abs(self.reference) + self.reach))
+        return box.lifted(raised(np.abs(self.reference) + self.error_bound))
 
     @property
     def box(self) -> Box:
         """Return h̃ ± ρ."""
-        return box.widen(box.exact(self.reference), self.reach)
+        return box.widen(box.exact(self.reference), self.error_bound)
 
 
 Operand = Form | Mask
@@ -157,7 +157,7 @@ _WIDE = 2**10  # elements
 class Walk:
     """The state of one kernel on its walk through the block."""
 
-    scene: Scene
+    problem: DriftProblem
     kernel: KernelNumerics
     tape: Tape
     forms: dict[str, Operand]
@@ -175,15 +175,15 @@ class Walk:
     @property
     def trained(self) -> bool:
         """Return whether this is the training kernel of two, at a point."""
-        region, scene = self.tape.region, self.scene
+        region, problem = self.tape.region, self.problem
         point = region is None or not region.any()
-        other = scene.infer != scene.train or scene.drift is not None
-        return point and other and not scene.rho and not self.moved
+        other = problem.infer != problem.train or problem.drift is not None
+        return point and other and not problem.rho and not self.moved
 
     @property
     def wide(self) -> bool:
         """Return whether rows of the output have many elements."""
-        return self.scene.block.named[self.scene.block.output].shape[-1] >= _WIDE
+        return self.problem.block.named[self.problem.block.output].shape[-1] >= _WIDE
 
     def own(self, node: Node, place: int) -> Floats | None:
         """Return a bound of the distance of readings of an operand from its form, if the rule reads
@@ -191,7 +191,7 @@ class Walk:
         version = self.versions.get(node.inputs[place])
         if version is None or node.op in SUMMED:
             return None
-        again = (twice(node) and place == 0) or node.name in self.scene.several
+        again = (twice(node) and place == 0) or node.name in self.problem.several
         return version.own if again else None
 
     def read(self, node: Node) -> Node:
@@ -210,15 +210,17 @@ class Walk:
         alias = f"{name}\0{where}"
         if alias in self.named:
             return alias
-        if any(alias == node.name for node in self.scene.block.nodes):
+        if any(alias == node.name for node in self.problem.block.nodes):
             raise Rejected("graph/field", "a node has the name of a reading of another")
         form, version = form_of(self.forms[name]), self.versions[name]
         operands = () if form.place is None else ((form.place, _whole),)
-        reach, own = raised(form.reach + version.own), raised(version.own) + TINY
+        error_bound, own = raised(form.error_bound + version.own), raised(version.own) + TINY
         rows = None if form.place is None else self.tape.entries[form.place].rows
         rows = None if rows is None else rows.widened(own)
-        place = self.tape.add(TapeEntry(reach, operands, own, apart=version.apart, rows=rows))
-        self.forms[alias] = replace(form, reach=reach, place=place, uncast=None, balance=None)
+        place = self.tape.add(TapeEntry(error_bound, operands, own, apart=version.apart, rows=rows))
+        self.forms[alias] = replace(
+            form, error_bound=error_bound, place=place, uncast=None, balance=None
+        )
         self.named[alias] = name
         return alias
 

@@ -41,7 +41,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class RowReach:
+class RowErrors:
     """The bound |α·e_j| ≤ |α|·radius_j + Σ |α·direction_j| size_j, a sum over the lines, for a
     functional of one row of an entry [T, n]; all entries below are included."""
 
@@ -49,7 +49,7 @@ class RowReach:
     lines: tuple[Line, ...] = ()
 
     @cached_property
-    def reach(self) -> Floats:
+    def error_bound(self) -> Floats:
         """Return the bound of single elements."""
         found = self.radius
         for line in self.lines:
@@ -68,9 +68,9 @@ class RowReach:
         largest = float(means.max(initial=0.0)) or 1.0
         return np.asarray(np.maximum(means / largest, 2.0**-100))
 
-    def widened(self, own: Floats) -> RowReach:
+    def widened(self, own: Floats) -> RowErrors:
         """Return the bound of e with up to `own` added to every element."""
-        return RowReach(raised(self.radius + own), self.lines)
+        return RowErrors(raised(self.radius + own), self.lines)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Weighted:
     """
 
     weight: Floats
-    rows: RowReach
+    rows: RowErrors
 
     @cached_property
     def stretch(self) -> float:
@@ -131,9 +131,9 @@ def _singles(values: Floats, unit: float) -> Singles:
 class Through:
     """u = rows of α_h W_h, kept in float32 as multiples of `unit`, [heads, n, B].
 
-    `along` is u·direction [lines, heads, B, T]; `most` bounds |u| times the largest reach of all
-    rows [heads, B]; `squares` [B, heads, heads] are Σ_n measure_n u_gn u_hn of `single`, where
-    there are many rows.
+    `along` is u·direction [lines, heads, B, T]; `most` bounds |u| times the largest error
+    bound of all rows [heads, B]; `squares` [B, heads, heads] are
+    Σ_n measure_n u_gn u_hn of `single`, where there are many rows.
     """
 
     single: Singles
@@ -144,14 +144,14 @@ class Through:
     formed: dict[int, Singles] = field(default_factory=dict)
 
     @staticmethod
-    def of(alpha: Floats, weight: Floats, rows: RowReach) -> Through:
+    def of(alpha: Floats, weight: Floats, rows: RowErrors) -> Through:
         """Return α [heads, B, d] times weights [heads, d, n]."""
         heads, batch = alpha.shape[:2]
         n, tokens = rows.radius.shape[1], rows.radius.shape[0]
         unit = _unit(np.abs(alpha).sum(axis=-1)) * _unit(weight)
         single = np.empty((heads, n, batch), dtype=np.float32)
         along = np.zeros((len(rows.lines), heads, batch, tokens))
-        most, largest = np.empty((heads, batch)), rows.reach.max(axis=0)
+        most, largest = np.empty((heads, batch)), rows.error_bound.max(axis=0)
         for h in range(heads):
             formed = alpha[h] @ weight[h]
             for k, line in enumerate(rows.lines):
@@ -173,12 +173,12 @@ class Through:
         row: Singles = self.formed[block][place]
         return row
 
-    def sizes(self, shares: Floats, reach: Floats) -> Floats:
-        """Bound Σ_h |u_h| · (shares_ht reach) [B, T] for shares [heads, T, J] ≥ 0 of rows with a
-        reach [J, n] ≥ 0."""
-        n, found = reach.shape[-1], np.zeros((self.single.shape[-1], shares.shape[1]))
+    def sizes(self, shares: Floats, error_bound: Floats) -> Floats:
+        """Bound Σ_h |u_h| · (shares_ht error_bound) [B, T] for shares [heads, T, J] ≥ 0 of rows
+        with an error bound [J, n] ≥ 0."""
+        n, found = error_bound.shape[-1], np.zeros((self.single.shape[-1], shares.shape[1]))
         for single, share in zip(self.single, shares, strict=True):
-            weights = raised(share @ reach)
+            weights = raised(share @ error_bound)
             unit = _unit(weights)
             product = np.abs(single).T @ _singles(weights, unit).T
             found += (product.astype(np.float64) * _above(n + 8) + n * _VANISHED) * unit
@@ -212,7 +212,7 @@ class Places:
     """
 
     v: Floats
-    rows: RowReach
+    rows: RowErrors
     first: int
 
     @property
@@ -232,8 +232,8 @@ class Places:
 
     @cached_property
     def sizes(self) -> Floats:
-        """Bound |v| · reach and |v| · radius of every row, [heads, J, 2]."""
-        weights = np.stack([self.rows.reach[self.read], self.rows.radius[self.read]], axis=-1)
+        """Bound |v| · error bound and |v| · radius of every row, [heads, J, 2]."""
+        weights = np.stack([self.rows.error_bound[self.read], self.rows.radius[self.read]], axis=-1)
         found = np.abs(self.v).swapaxes(0, 1) @ weights
         lost = 1 + 4 * gamma(self.v.shape[-1] + 8, UNIT)
         return np.ascontiguousarray(raised(found * lost).swapaxes(0, 1))
@@ -261,7 +261,7 @@ class ManyRows:
     of some `heads` of the `places` v.
     """
 
-    rows: RowReach
+    rows: RowErrors
     own: int
     batch: int
     shares: Floats | None = None
@@ -356,14 +356,14 @@ class ManyRows:
         return raised(total * (1 + each))
 
     def lost(self) -> Floats:
-        """Bound the float32 error of α_j, times the reach of its row."""
+        """Bound the float32 error of α_j, times the error bound of its row."""
         total, each = self._sizes
         return raised(total * each)
 
     @cached_property
     def _sizes(self) -> tuple[Floats, float]:
-        """Return Σ_j (Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|)·reach_j, [B], and the share of it that
-        bounds the float32 error."""
+        """Return Σ_j (Σ_h |p_hj||u_h| + Σ_h |w_hj||v_hj|)·error_bound_j, [B], and the share of it
+        that bounds the float32 error."""
         total, terms, n = np.zeros(self.batch), 24, self.rows.radius.shape[1]
         if self.through is not None and self.shares is not None:
             total = total + np.abs(self.shares).sum(axis=-1) @ self.through.most

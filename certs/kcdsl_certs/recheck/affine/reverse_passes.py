@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     sum_of,
 )
 from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
-from kcdsl_certs.recheck.affine.many_rows import RowReach
+from kcdsl_certs.recheck.affine.many_rows import RowErrors
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, Tape, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats, raised
@@ -99,7 +99,7 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             break
         entry = tape.entries[place]
         if place <= floor:
-            found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
+            found.each = found.each + _ROUNDED * adjoint.sizes(entry.error_bound)
             _add_stopped(entry, adjoint, found, parts)
             continue
         if entry.rows is not None:
@@ -166,10 +166,10 @@ def _add_stopped(entry: TapeEntry, adjoint: Adjoint, found: _NormTerms, parts: l
             found.symbols(part, entry.nearest)
 
 
-def _add_rows(rows_of: RowReach, adjoint: Adjoint, found: _NormTerms) -> None:
+def _add_rows(rows_of: RowErrors, adjoint: Adjoint, found: _NormTerms) -> None:
     """Add the whole error of an entry whose rows have bounds: a symbol for each element, and for
     each line of a row."""
-    found.each = found.each + _ROUNDED * adjoint.sizes(rows_of.reach)
+    found.each = found.each + _ROUNDED * adjoint.sizes(rows_of.error_bound)
     found.symbols(adjoint, rows_of.radius)
     for line in rows_of.lines:
         sums = (adjoint.values * line.direction[adjoint.window]).sum(axis=-1)
@@ -283,7 +283,7 @@ def _descend(
             return
         entry, formed = formed or tape.entries[place], None
         if place <= floor:
-            found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
+            found.each = found.each + _ROUNDED * adjoint.sizes(entry.error_bound)
             _at_floor(entry, adjoint, found)
             continue
         if entry.rows is not None:
@@ -331,8 +331,8 @@ def _at_floor(entry: TapeEntry, adjoint: Adjoint, found: _NormTerms) -> None:
 
 
 def _pulled(entry: TapeEntry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]:
-    for operand, pull in entry.operands:
-        part = pull(adjoint)
+    for operand, vjp in entry.operands:
+        part = vjp(adjoint)
         if part is not None:
             yield operand, part
 
@@ -362,15 +362,15 @@ def _few_symbols(adjoint: Adjoint, radius: Floats, found: _NormTerms) -> Part:
 
 
 def _add_nonlinear(
-    curve: NonlinearPart, adjoint: Adjoint, found: _NormTerms, parts: list[Part] | None
+    part: NonlinearPart, adjoint: Adjoint, found: _NormTerms, parts: list[Part] | None
 ) -> None:
     """Add a part that is bounded functional by functional."""
-    if parts is None or curve.around is None:
-        found.more += curve.together(adjoint)
+    if parts is None or part.around is None:
+        found.more += part.together(adjoint)
     else:
-        parts += curve.around(adjoint)
+        parts += part.around(adjoint)
     if parts is not None:
-        found.alone(curve.one_by_one(adjoint))
+        found.alone(part.one_by_one(adjoint))
 
 
 def _add_other_terms(
@@ -381,12 +381,12 @@ def _add_other_terms(
     parts: list[Part] | None = None,
 ) -> None:
     """Add the contribution of an entry without its symbols; ellipsoids to `parts`, if given."""
-    found.each = found.each + _ROUNDED * adjoint.sizes(entry.reach)
+    found.each = found.each + _ROUNDED * adjoint.sizes(entry.error_bound)
     if entry.centre is not None:
         found.centre = found.centre + kept.sums(entry.centre)
         found.each = found.each + 2.0**-30 * kept.sizes(np.abs(entry.centre))
-    for curve in entry.curved:
-        _add_nonlinear(curve, kept, found, parts)
+    for part in entry.nonlinear:
+        _add_nonlinear(part, kept, found, parts)
 
 
 def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:
@@ -397,7 +397,7 @@ def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:
         tape.factored = matrix, np.asarray(np.linalg.qr(matrix, mode="r"))
     triangle = tape.factored[1]
     fewer = Adjoint(triangle.reshape(-1, *adjoint.extent), adjoint.start)
-    inexact = _FACTORED * float(np.linalg.norm(adjoint.sizes(tape.entries[place].reach)))
+    inexact = _FACTORED * float(np.linalg.norm(adjoint.sizes(tape.entries[place].error_bound)))
     return (length(tape, place, fewer, floor=floor) + inexact) * _MORE
 
 
@@ -410,67 +410,69 @@ OF_ROWS = 2048  # functionals of one row, if sums over rows are bounded row by r
 _LARGEST = 2**24  # doubles in one batch of adjoints of the largest node
 
 
-def room(walk: Walk) -> int:
+def batch_limit(walk: Walk) -> int:
     """Return the largest number of functionals in one batch."""
-    largest = max((entry.reach.size for entry in walk.tape.entries), default=1)
+    largest = max((entry.error_bound.size for entry in walk.tape.entries), default=1)
     return max(1, _LARGEST // largest)
 
 
-def room_of_rows(walk: Walk) -> int:
+def row_batch_limit(walk: Walk) -> int:
     """Return the largest number of functionals of one row in one batch. In a block with one softmax
     they read many rows only where these are bounded row by row, if any are."""
     if len(walk.softmaxes) == 1 and any(entry.rows is not None for entry in walk.tape.entries):
         return OF_ROWS
-    return min(AT_ONCE, room(walk))
+    return min(AT_ONCE, batch_limit(walk))
 
 
 def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
-    """Bound the reach of a node by unit functionals too, in the rows asked for, and store it."""
+    """Tighten a node's error bound by unit functionals in the rows asked for, and store it."""
     form = form_of(walk.forms[name])
     needed = walk.chosen(node, name, "reach", floor)
     if form.place is None or not needed.any():
         return form
-    return kept(walk, name, _reaches(walk, form, needed, floor))
+    return kept(walk, name, _error_bounds(walk, form, needed, floor))
 
 
-def _reaches(walk: Walk, form: Form, needed: Bools, floor: int) -> Floats:
-    """Return the reach of a node, by unit functionals in the rows needed; of a view, by those of
-    its source."""
+def _error_bounds(walk: Walk, form: Form, needed: Bools, floor: int) -> Floats:
+    """Return the error bound of a node, by unit functionals in the rows needed; of a view, by those
+    of its source."""
     assert form.place is not None
-    reach = form.reach.copy()
+    error_bound = form.error_bound.copy()
     if form.moved is not None and form.cases is None:
         source, view = form_of(walk.forms[form.moved[0]]), form.moved[1]
         if source.place is not None and source.place > floor:
-            read = np.zeros(source.reach.size, dtype=np.bool_)
-            index = view.moved(np.arange(source.reach.size).reshape(source.shape))
+            read = np.zeros(source.error_bound.size, dtype=np.bool_)
+            index = view.moved(np.arange(source.error_bound.size).reshape(source.shape))
             read[index[np.broadcast_to(needed, form.shape)]] = True
             some = np.asarray(read.reshape(source.shape).any(axis=-1, keepdims=True))
-            moved = view.moved(_reaches(walk, source, some, floor))
+            moved = view.moved(_error_bounds(walk, source, some, floor))
             radius = walk.tape.entries[form.place].radius
             moved = moved if radius is None else raised(moved + radius)
-            return np.where(needed, np.minimum(reach, moved), reach)
-    step = min(_WIDEST, room(walk))
+            return np.where(needed, np.minimum(error_bound, moved), error_bound)
+    step = min(_WIDEST, batch_limit(walk))
     for row in rows(needed):
         for first in range(0, form.shape[-1], step):
             count = min(step, form.shape[-1] - first)
             found = walk.tape.bound(form.place, units(form.shape, row, first, count), floor)
             columns: tuple[int | slice, ...] = (*row, slice(first, first + count))
-            reach[columns] = np.minimum(reach[columns], found.magnitude(walk.tape.region))
-    return reach
+            error_bound[columns] = np.minimum(
+                error_bound[columns], found.magnitude(walk.tape.region)
+            )
+    return error_bound
 
 
-def kept(walk: Walk, name: str, reach: Floats) -> Form:
-    """Store a smaller reach of a node, and return the node with it."""
+def kept(walk: Walk, name: str, error_bound: Floats) -> Form:
+    """Store a smaller error bound of a node, and return the node with it."""
     form = form_of(walk.forms[name])
     assert form.place is not None
-    sharper = replace(form, reach=reach)
+    sharper = replace(form, error_bound=error_bound)
     walk.keep(name, sharper)
-    walk.tape.sharpen(form.place, reach)
+    walk.tape.sharpen(form.place, error_bound)
     return sharper
 
 
 def until(walk: Walk, node: Node, name: str) -> Form:
-    """Tighten a node's reach for an operation, by longer and longer passes."""
+    """Tighten a node's error bound for an operation, by longer and longer passes."""
     for floor in walk.tape.floors:
         tight(walk, node, name, floor)
     return form_of(walk.forms[name])
@@ -497,7 +499,7 @@ def along(walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0)
     if form.place is None:
         return np.zeros(functionals.shape[0])
     ones = (1,) * len(row)
-    found, step = [], room_of_rows(walk)
+    found, step = [], row_batch_limit(walk)
     for first in range(0, functionals.shape[0], step):
         part = functionals[first : first + step]
         adjoint = Adjoint(part.reshape(part.shape[0], *ones, -1), (*row, 0))
@@ -508,9 +510,9 @@ def along(walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0)
 def centred(walk: Walk, form: Form, needed: Bools) -> Floats:
     """Return bounds of e - mean(e) over the last dimension, by reverse passes where needed."""
     n = form.shape[-1]
-    mean = raised(form.reach.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT))
-    rounding = 4 * UNIT * (form.reach + mean)
-    found = raised(form.reach + mean)
+    mean = raised(form.error_bound.mean(axis=-1, keepdims=True) * (1 + 4 * n * UNIT))
+    rounding = 4 * UNIT * (form.error_bound + mean)
+    found = raised(form.error_bound + mean)
     for row in rows(needed):
         tightened = raised(along(walk, form, row, np.eye(n) - 1 / n) + rounding[row])
         found[row] = np.minimum(found[row], tightened)

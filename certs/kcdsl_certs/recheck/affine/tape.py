@@ -21,15 +21,15 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     rows_of,
 )
 from kcdsl_certs.recheck.affine.independent import Budget, Likely, Split, read
-from kcdsl_certs.recheck.affine.many_rows import ManyRows, RowReach, Weighted
+from kcdsl_certs.recheck.affine.many_rows import ManyRows, RowErrors, Weighted
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Floats
 
 _SLIGHT = 2.0**-10  # for smaller ratios no ellipsoids are used
 _OF_REST = 2.0**-3 - 2.0**-7  # a share of the rest, less than that of a prover
 _MANY = 2**26  # products of a linear; from there on small terms are bounded without reverse passes
-Pull = Callable[[Adjoint], Adjoint | None]
-RowPull = Callable[[Adjoint], Adjoint | ManyRows | None]
+VJP = Callable[[Adjoint], Adjoint | None]
+RowVJP = Callable[[Adjoint], Adjoint | ManyRows | None]
 
 
 def reads_many(shape: tuple[int, ...], inputs: int) -> bool:
@@ -76,12 +76,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """Replacement of the curved parts and operands of a product, of probabilities with values or of
-    queries with keys, in functionals of one of its rows: the own errors of the values or keys are
-    part of the curve."""
+    """Replacement of the nonlinear parts and operands of a product, of probabilities with values or
+    of queries with keys, in functionals of one of its rows: the own errors of the values or keys
+    are in the nonlinear part."""
 
-    curve: NonlinearPart
-    operands: tuple[tuple[int, RowPull], ...]
+    nonlinear: NonlinearPart
+    operands: tuple[tuple[int, RowVJP], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +129,18 @@ class Shared:
 class TapeEntry:
     """One line e = Σ L e_m + o of the form.
 
-    `reach` ≥ |e|; each of `operands` is the place of e_m with the pullback of its map; |o - centre|
-    ≤ radius for the part of o bounded element by element; `curved` bounds functionals of the rest
-    of o. Where `kept` is False the maps, curved parts and centre are zero.
+    `error_bound` ≥ |e|; each of `operands` is the place of e_m with the pullback of its map;
+    |o - centre| ≤ radius for the part of o bounded element by element; `nonlinear` bounds
+    functionals of the rest of o. Where `kept` is False the maps, the nonlinear parts and the centre
+    are zero.
     """
 
-    reach: Floats
-    operands: tuple[tuple[int, Pull], ...] = ()
+    error_bound: Floats
+    operands: tuple[tuple[int, VJP], ...] = ()
     radius: Floats | None = None
     centre: Floats | None = None
     kept: Bools | None = None
-    curved: tuple[NonlinearPart, ...] = ()
+    nonlinear: tuple[NonlinearPart, ...] = ()
     share: Share | None = None
     near: Floats | None = None  # a smaller bound of |e|, found by reverse passes
     together: Together | None = None  # for functionals, instead of the radius
@@ -149,7 +150,7 @@ class TapeEntry:
     averaged: Averaged | None = None
     gather: Gather | None = None  # for ellipsoids of functionals of one row of a product
     shared: Shared | None = None  # for functionals of both kernels, instead of the radius
-    rows: RowReach | None = None  # for functionals of single rows, instead of a pass
+    rows: RowErrors | None = None  # for functionals of single rows, instead of a pass
     weighted: Weighted | None = None  # for small functionals of one row of a linear, so too
     squares: Squares | None = None  # of errors, with weights
     length: Floats | None = None  # a bound of the norms of rows [..., 1]
@@ -157,7 +158,7 @@ class TapeEntry:
     @property
     def nearest(self) -> Floats:
         """Return the smallest bound of |e| that is known."""
-        return self.reach if self.near is None else self.near
+        return self.error_bound if self.near is None else self.near
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ class Tape:
     """The entries of a kernel; entry 0 is the block input, |e| ≤ region.
 
     `cut` is where reverse passes may stop before they are made down to the input: the last entry
-    at a norm, whose reach is as small as is known.
+    at a norm, whose error bound is as small as is known.
     """
 
     region: Floats | None
@@ -231,7 +232,7 @@ class Tape:
     def add(self, entry: TapeEntry) -> int:
         """Append an entry and return its place. Raises Rejected "bound/not-finite"."""
         self.entries.append(self.counted(entry))
-        self._still.append(not entry.reach.any())
+        self._still.append(not entry.error_bound.any())
         return len(self.entries) - 1
 
     def counted(self, entry: TapeEntry) -> TapeEntry:
@@ -239,12 +240,12 @@ class Tape:
 
         Raises Rejected "bound/not-finite".
         """
-        for values in (entry.reach, entry.radius, entry.centre):
+        for values in (entry.error_bound, entry.radius, entry.centre):
             if values is not None and not bool(np.isfinite(values).all()):
                 raise Rejected("bound/not-finite", "the error has no finite bound")
         if entry.centre is not None:
             # Sums of centres are signed: add a bound of their rounding for each centre.
-            slack = (entry.reach.size + 2.0**20) * 2 * UNIT * np.abs(entry.centre)
+            slack = (entry.error_bound.size + 2.0**20) * 2 * UNIT * np.abs(entry.centre)
             radius = slack if entry.radius is None else entry.radius + slack
             together = entry.together
             if together is not None:
@@ -257,8 +258,8 @@ class Tape:
                 shared = replace(shared, rest=shared.rest + slack)
             entry = replace(entry, radius=radius, together=together, split=split)
             entry = replace(entry, apart=apart, shared=shared)
-        self._terms += 1 + 2 * entry.reach.size
-        self._total += float(entry.reach.sum())
+        self._terms += 1 + 2 * entry.error_bound.size
+        self._total += float(entry.error_bound.sum())
         return entry
 
     @property
@@ -273,10 +274,10 @@ class Tape:
         point = self.region is None or not bool(self.region.any())
         return self.cut if point and self.cut == self.settled else 0
 
-    def sharpen(self, place: int, reach: Floats) -> None:
+    def sharpen(self, place: int, error_bound: Floats) -> None:
         """Store a smaller bound of the error of an entry, for passes that stop there."""
         entry = self.entries[place]
-        self.entries[place] = replace(entry, near=np.minimum(entry.nearest, reach))
+        self.entries[place] = replace(entry, near=np.minimum(entry.nearest, error_bound))
 
     def surround(self, place: int, ellipsoids: Ellipsoids) -> None:
         """Store ellipsoids around the errors of rows of an entry, for passes that stop there."""
@@ -336,9 +337,9 @@ class Tape:
                     continue
                 adjoint = adjoint.without(few)
             other = None if self.budget is not None or apart else entry.averaged
-            operands: tuple[tuple[int, RowPull], ...] = entry.operands
+            operands: tuple[tuple[int, RowVJP], ...] = entry.operands
             if other is not None and adjoint.extent[-2] == 1:
-                entry = replace(entry, curved=(other.curve,))
+                entry = replace(entry, nonlinear=(other.nonlinear,))
                 operands = other.operands
             self._add_entry(entry, adjoint, frames, not pending and not many, shared)
             if entry.weighted is not None and not apart and adjoint.extent[-2] == 1:
@@ -349,10 +350,10 @@ class Tape:
                     continue
                 adjoint = adjoint.without(few)
             kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
-            for operand, pull in operands:
+            for operand, vjp in operands:
                 if self._still[operand]:
                     continue
-                pulled = pull(kept)
+                pulled = vjp(kept)
                 if isinstance(pulled, ManyRows):
                     self._gather(pending, many, operand, pulled, frames[-1])
                 elif pulled is not None:
@@ -397,13 +398,13 @@ class Tape:
             frame.radius = frame.radius + adjoint.sizes(entry.apart.radius)
         elif entry.radius is not None:
             frame.radius = frame.radius + adjoint.sizes(entry.radius)
-        if not (entry.centre is not None or entry.curved or entry.share is not None):
+        if not (entry.centre is not None or entry.nonlinear or entry.share is not None):
             return
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
         if entry.centre is not None:
             frame.centre = frame.centre + kept.sums(entry.centre)
-        for curve in entry.curved:
-            low, high = curve.between(kept)
+        for part in entry.nonlinear:
+            low, high = part.between(kept)
             rounding = 2.0**-40 * (np.abs(low) + np.abs(high))
             frame.centre = frame.centre + (low / 2 + high / 2)
             frame.radius = frame.radius + (high / 2 - low / 2) + rounding
@@ -420,11 +421,11 @@ class Tape:
         times the linear part, which ellipsoids of the operand bound."""
         if len(entry.operands) != 1 or not self.entries[entry.operands[0][0]].ellipsoids:
             return kept.sizes(share.otherwise)
-        place, pull = entry.operands[0]
+        place, vjp = entry.operands[0]
         shapes, total = self.entries[place].ellipsoids, np.zeros(kept.batch)
         for row, part in rows_of(kept):
             found, ratio = part.sizes(share.otherwise), float(share.ratio[row].max())
-            below = pull(part) if row in shapes and ratio > _SLIGHT else None
+            below = vjp(part) if row in shapes and ratio > _SLIGHT else None
             if below is not None:
                 values = below.values.reshape(part.batch, -1)
                 found = np.minimum(found, ratio * extent_along(shapes[row], values))
@@ -454,7 +455,7 @@ class Tape:
         """Add an adjoint to the pending one of an entry, with the rounding error of the sum."""
         if place in pending:
             adjoint = merged(pending[place], adjoint)
-            rounding = adjoint.sizes(self.entries[place].reach)
+            rounding = adjoint.sizes(self.entries[place].error_bound)
             frame.radius = frame.radius + 2 * UNIT * rounding
         pending[place] = adjoint
 

@@ -154,7 +154,7 @@ is [T, n], P is [T, n, n]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class DriftProblem:
     """The context of the rules: everything that they may read besides their inputs.
 
     With `rows` the graph is read at any number of rows, each of them in the box of the region.
@@ -193,12 +193,12 @@ class Scene:
         return self.drift is not None
 
 
-def recast(scene: Scene, node: Node, x: State) -> State:
+def recast(problem: DriftProblem, node: Node, x: State) -> State:
     """Return a state cast to the format of a node, unchanged if the format holds all its values."""
     sides, nothing = [], np.zeros(x.shape)
-    for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
+    for kernel, own in ((problem.train, x.t), (problem.infer, x.i)):
         form = target(kernel, node)
-        read = kernel.reads(scene.block.named, node.inputs[0], scene.handed)
+        read = kernel.reads(problem.block.named, node.inputs[0], problem.handed)
         if all(form.holds(other) for other in read):
             sides.append((own, box.exact(nothing)))
         else:
@@ -207,27 +207,27 @@ def recast(scene: Scene, node: Node, x: State) -> State:
     (t, wrong_t), (i, wrong_i) = sides
     versions: list[Own] = []
     for now, before, kernel, version in (
-        (t, x.t, scene.train, x.own[0]),
-        (i, x.i, scene.infer, x.own[1]),
+        (t, x.t, problem.train, x.own[0]),
+        (i, x.i, problem.infer, x.own[1]),
     ):
-        cast = None if now is before else _versions(scene, node, kernel, before, nothing, version)
+        cast = None if now is before else _versions(problem, node, kernel, before, nothing, version)
         versions.append(version if cast is None else cast)
-    if scene.errors is not None:
-        scene.errors[node.name] = (wrong_t, wrong_i)
+    if problem.errors is not None:
+        problem.errors[node.name] = (wrong_t, wrong_i)
     if t is x.t and i is x.i:
         return x
     return reduce(t, i, box.add(x.d, box.sub(wrong_i, wrong_t)), (versions[0], versions[1]))
 
 
-def pinned(scene: Scene, node: Node) -> Scene:
-    """Return the scene with both kernels as they compute a node: in its pinned format, and a linear
-    with the override of its name."""
+def pinned(problem: DriftProblem, node: Node) -> DriftProblem:
+    """Return the problem with both kernels as they compute a node: in its pinned format, and a
+    linear with the override of its name."""
     if node.format and node.op != "constant":
-        scene = replace(scene, train=scene.train.at(node), infer=scene.infer.at(node))
-    key = scene.keys.get(node.inputs[1]) if node.op == "linear" else None
-    if key is None or not (scene.train.others or scene.infer.others):
-        return scene
-    return replace(scene, train=scene.train.serving(key), infer=scene.infer.serving(key))
+        problem = replace(problem, train=problem.train.at(node), infer=problem.infer.at(node))
+    key = problem.keys.get(node.inputs[1]) if node.op == "linear" else None
+    if key is None or not (problem.train.others or problem.infer.others):
+        return problem
+    return replace(problem, train=problem.train.serving(key), infer=problem.infer.serving(key))
 
 
 def numeric(value: Value) -> State:
@@ -259,7 +259,7 @@ def target(kernel: KernelNumerics, node: Node) -> Format:
 
 
 def settle(
-    scene: Scene,
+    problem: DriftProblem,
     node: Node,
     exact: tuple[Box, Box, Box],
     errors: tuple[Floats, Floats],
@@ -275,19 +275,19 @@ def settle(
     of readings of the operands, carried to the result of either kernel.
     """
     y_t, y_i, d = exact
-    inner_t, inner_i = inner or (scene.train.inner, scene.infer.inner)
+    inner_t, inner_i = inner or (problem.train.inner, problem.infer.inner)
     more = beside is not None and any(part.lo.any() or part.hi.any() for part in beside)
     if beside is not None and more:
         y_t, y_i = box.add(y_t, beside[0]), box.add(y_i, beside[1])
-    t, wrong_t = stored(scene.train, target(scene.train, node), y_t, errors[0], inner_t)
-    i, wrong_i = stored(scene.infer, target(scene.infer, node), y_i, errors[1], inner_i)
+    t, wrong_t = stored(problem.train, target(problem.train, node), y_t, errors[0], inner_t)
+    i, wrong_i = stored(problem.infer, target(problem.infer, node), y_i, errors[1], inner_i)
     if beside is not None and more:
         wrong_t, wrong_i = box.add(wrong_t, beside[0]), box.add(wrong_i, beside[1])
-    if scene.errors is not None:
-        scene.errors[node.name] = (wrong_t, wrong_i)
+    if problem.errors is not None:
+        problem.errors[node.name] = (wrong_t, wrong_i)
     versions = (
-        _versions(scene, node, scene.train, y_t, errors[0], own[0]),
-        _versions(scene, node, scene.infer, y_i, errors[1], own[1]),
+        _versions(problem, node, problem.train, y_t, errors[0], own[0]),
+        _versions(problem, node, problem.infer, y_i, errors[1], own[1]),
     )
     if beside is not None:
         one, two = versions
@@ -299,11 +299,11 @@ def settle(
 
 
 def _versions(
-    scene: Scene, node: Node, kernel: KernelNumerics, y: Box, error: Floats, own: Own
+    problem: DriftProblem, node: Node, kernel: KernelNumerics, y: Box, error: Floats, own: Own
 ) -> Own:
     """Return the distance of a reading of a result from the common value: its cast, and the errors
     inside an operation that is computed again for each reading."""
-    if kernel.stepped or (node.op in SUMMED and node.name not in scene.several):
+    if kernel.stepped or (node.op in SUMMED and node.name not in problem.several):
         return None
     u, eta = kernel.off(target(kernel, node))
     cast = box.up(u * box.mag(box.widen(y, error)) + eta)

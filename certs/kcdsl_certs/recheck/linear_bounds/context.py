@@ -15,16 +15,16 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import UNIT, Bools, Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import (
     SUMMED,
+    DriftProblem,
     Mask,
     Own,
-    Scene,
     State,
     Value,
     gamma,
     numeric,
     plus,
 )
-from kcdsl_certs.recheck.linear_bounds.tape import BoundsEntry, BoundsTape, FunctionalBatch, Pull
+from kcdsl_certs.recheck.linear_bounds.tape import VJP, BoundsEntry, BoundsTape, FunctionalBatch
 
 _KEPT = 1 + 2.0**-20  # a linear part is dropped where its constants exceed the box by this factor
 
@@ -32,7 +32,7 @@ _KEPT = 1 + 2.0**-20  # a linear part is dropped where its constants exceed the 
 @dataclass(frozen=True, slots=True)
 class Added:
     """The constants of an operation beside its linear part in one unknown: centre ± (radius +
-    loose). `loose` bounds the curved part element by element.
+    loose). `loose` bounds the nonlinear part element by element.
     """
 
     centre: Floats
@@ -73,7 +73,7 @@ class PairOrigin:
 class Context:
     """The state of a walk: values of the interval domain, the tape, entries and origins by node."""
 
-    scene: Scene
+    problem: DriftProblem
     errors: Mapping[str, tuple[Box, Box]]
     tape: BoundsTape = field(default_factory=BoundsTape)
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -140,10 +140,10 @@ class Context:
         self,
         node: Node,
         reference: Floats,
-        pull: Pull,
+        vjp: VJP,
         e: Added,
         d: Added,
-        curved: Callable[[FunctionalBatch], Floats] | None = None,
+        nonlinear: Callable[[FunctionalBatch], Floats] | None = None,
     ) -> bool:
         """Write an operation with the rounding of its result; return whether it is all linear.
 
@@ -158,11 +158,11 @@ class Context:
         entry = BoundsEntry(
             np.ascontiguousarray(reference),
             *boxes,
-            pull,
+            vjp,
             (e.centre, d.centre),
             (e.radius, d.radius),
             (kept_e, kept_d),
-            curved,
+            nonlinear,
         )
         self.places[node.name] = self.tape.add(entry)
         return kept_e is None and kept_d is None

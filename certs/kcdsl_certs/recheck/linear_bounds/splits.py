@@ -224,9 +224,9 @@ class Leaves:
             a = a + direct[None]
         rise, fall = np.maximum(a, 0.0), np.minimum(a, 0.0)
         total = _dot(rise, self.high) + _dot(fall, self.low) + known
-        reach = _dot(np.abs(a), np.maximum(np.abs(self.low), np.abs(self.high)))
+        error_bound = _dot(np.abs(a), np.maximum(np.abs(self.low), np.abs(self.high)))
         spare = (2 * a.shape[-1] + 512) * _ROUNDOFF
-        lost = lost + spare * reach + 512 * _ROUNDOFF * (np.abs(total) + np.abs(known))
+        lost = lost + spare * error_bound + 512 * _ROUNDOFF * (np.abs(total) + np.abs(known))
         found = above(above(total + lost * (1 + 2.0**-40) + _FAINT))
         return np.where(np.abs(found) <= LARGEST, found, np.inf)
 

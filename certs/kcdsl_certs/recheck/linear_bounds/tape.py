@@ -1,8 +1,8 @@
 """Functionals of deviation and drift, ReLUs, and the tape over which they are propagated back.
 
-An entry states for functionals f of its node f = pull(f) + r, with r in centre ± radius element
-by element plus at most `curved` functional by functional; or, at a ReLU, that f is at most another
-functional plus a constant: a linear bound of its change with any slopes.
+An entry states for functionals f of its node f = vjp(f) + r, with r in centre ± radius element
+by element plus at most `nonlinear` functional by functional; or, at a ReLU, that f is at most
+another functional plus a constant: a linear bound of its change with any slopes.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def plain(own: Polygon, pair: Polygon) -> Slopes:
     return Slopes(own_on, own_on, none, pair_on, none, pair_on)
 
 
-Pull = Callable[[FunctionalBatch], Sequence[tuple[int, FunctionalBatch]]]
+VJP = Callable[[FunctionalBatch], Sequence[tuple[int, FunctionalBatch]]]
 Pair = tuple[Floats, Floats]
 """One array for the deviation, and one for the drift."""
 
@@ -263,18 +263,18 @@ Pair = tuple[Floats, Floats]
 class BoundsEntry:
     """One node: reference, boxes of e and D, and its linear bounds.
 
-    Where `kept` is False an element has neither a linear nor a curved part: centre ± radius is its
-    box. A ReLU has planes in place of these parts.
+    Where `kept` is False an element has neither a linear nor a nonlinear part: centre ± radius is
+    its box. A ReLU has planes in place of these parts.
     """
 
     reference: Floats
     e: Box
     d: Box
-    pull: Pull
+    vjp: VJP
     centre: Pair
     radius: Pair
     kept: tuple[Bools | None, Bools | None] = (None, None)
-    curved: Callable[[FunctionalBatch], Floats] | None = None
+    nonlinear: Callable[[FunctionalBatch], Floats] | None = None
     relu: Relu | None = None
 
     @property
@@ -348,9 +348,9 @@ class BoundsTape:
                 middle, known = middle + current.sums(entry.centre), known + _known(current, entry)
                 wide = wide + current.sizes(entry.radius)
                 kept = current.masked(entry.kept)
-                if entry.curved is not None:
-                    wide = wide + entry.curved(kept)
-                below = entry.pull(kept)
+                if entry.nonlinear is not None:
+                    wide = wide + entry.nonlinear(kept)
+                below = entry.vjp(kept)
             for source, part in below:
                 if source in pending:
                     part = together(pending[source], part)

@@ -9,17 +9,17 @@ from functools import partial
 
 import numpy as np
 
-from kcdsl_certs.recheck.affine.curves import Remainder, squares
 from kcdsl_certs.recheck.affine.ellipsoids import Row, longest, norm_of
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
+from kcdsl_certs.recheck.affine.remainders import Remainder, squares
+from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
 from kcdsl_certs.recheck.affine.reverse_passes import asked_together, until
-from kcdsl_certs.recheck.affine.storing import Formed, settle_form
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, raised
 from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
     Own,
-    Scene,
     State,
     Value,
     by,
@@ -64,7 +64,9 @@ Choice = Callable[[Node], Activation]
 """Returns the activation of a node; refuses attributes that the activation does not have."""
 
 
-def _activation_interval(choice: Choice, scene: Scene, node: Node, inputs: list[Value]) -> State:
+def _activation_interval(
+    choice: Choice, problem: DriftProblem, node: Node, inputs: list[Value]
+) -> State:
     """Return the state of φ(x)."""
     activation, x = choice(node), numeric(inputs[0])
     function = activation.curve.function
@@ -78,9 +80,9 @@ def _activation_interval(choice: Choice, scene: Scene, node: Node, inputs: list[
         stored = sigmoid_stored(kernel, node, *sizes, inside, by(apart, 2))
         return box.up(inside + stored)
 
-    errors = error(scene.train, x.t, y_t, x.own[0]), error(scene.infer, x.i, y_i, x.own[1])
+    errors = error(problem.train, x.t, y_t, x.own[0]), error(problem.infer, x.i, y_i, x.own[1])
     own = by(x.own[0], steep), by(x.own[1], steep)
-    return settle(scene, node, (y_t, y_i, d), errors, own=own)
+    return settle(problem, node, (y_t, y_i, d), errors, own=own)
 
 
 def sigmoid_stored(
@@ -113,8 +115,8 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
     if around is not None:
         total = np.minimum(total, raised(around.each(steepest) ** 2) + TINY)
     remainder = second_order(function, bend, x, slope, lean)
-    carried = raised(np.abs(slope) * x.reach)
-    wide = x if apart is None else replace(x, reach=raised(x.reach + apart))
+    carried = raised(np.abs(slope) * x.error_bound)
+    wide = x if apart is None else replace(x, error_bound=raised(x.error_bound + apart))
     value = image(function, wide.box)
     sizes = wide.size, box.mag(value)
     error = 16 * walk.kernel.inner.u * activation.sized(walk.kernel, *sizes) + SLACK
@@ -123,7 +125,7 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
     if node.written and turned is not None:  # the sigmoid has a reading of x of its own
         error = error + turned
     # the error of the slope is not in the remainder: it is bounded element by element
-    tilted = raised(lean * x.reach)
+    tilted = raised(lean * x.error_bound)
     own = raised(wrong + tilted + error + gamma(4, UNIT) * carried + TINY)
     operands = () if x.place is None else ((x.place, lambda a: a.times(slope)),)
     bent = np.maximum(-remainder.lo, remainder.hi)
@@ -132,8 +134,10 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
         assert around is not None
         return raised(around.root(row, weights * steepest[row]) ** 2) + TINY
 
-    curved = (Remainder(remainder.lo, remainder.hi, total, None if around is None else sums).curve,)
-    formed = Formed(reference, carried, operands, own, bent=bent, curved=curved, own=turned)
+    nonlinear = (
+        Remainder(remainder.lo, remainder.hi, total, None if around is None else sums).nonlinear,
+    )
+    formed = Formed(reference, carried, operands, own, bent=bent, nonlinear=nonlinear, own=turned)
     form = settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
     if around is not None and form.place is not None and node.name not in walk.versions:
         entry = walk.tape.entries[form.place]
@@ -157,11 +161,11 @@ def _steepest(bend: Bend, x: Form) -> Floats:
 def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
     """Return a bound of Σ K e²/2 in every row without reverse passes: by ρ, and by the weight."""
     steepest, plain = _steepest(bend, x), _sums_of(bend, x)
-    reach = _below(walk, x)
-    if reach is None:
+    error_bound = _below(walk, x)
+    if error_bound is None:
         return plain
-    lengths = np.full(plain.shape, math.sqrt(reach.shape[-1]))
-    plain = np.minimum(plain, _through(x, steepest, reach, lengths))
+    lengths = np.full(plain.shape, math.sqrt(error_bound.shape[-1]))
+    plain = np.minimum(plain, _through(x, steepest, error_bound, lengths))
     assert x.origin is not None
     source = form_of(walk.forms[x.origin.source])
     if source.place is None:
@@ -175,7 +179,7 @@ def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
 
 def _sums_of(bend: Bend, x: Form) -> Floats:
     """Return a bound of Σ K e²/2 in every row by ρ."""
-    plain = (_steepest(bend, x) * raised(x.reach**2) / 2).sum(axis=-1, keepdims=True)
+    plain = (_steepest(bend, x) * raised(x.error_bound**2) / 2).sum(axis=-1, keepdims=True)
     return np.asarray(raised(plain * (1 + x.shape[-1] * 4 * UNIT)) + TINY)
 
 
@@ -183,9 +187,9 @@ def _below(walk: Walk, x: Form) -> Floats | None:
     """Return the error bound of the input of the linear that made x; None if x was moved since."""
     if x.place is None or x.origin is None or x.origin.rest.shape != x.shape:
         return None
-    reach = form_of(walk.forms[x.origin.source]).reach
+    error_bound = form_of(walk.forms[x.origin.source]).error_bound
     straight = np.array_equal(x.origin.index, np.arange(x.reference.size).reshape(x.shape))
-    return reach if straight and reach.shape[:-1] == x.shape[:-1] else None
+    return error_bound if straight and error_bound.shape[:-1] == x.shape[:-1] else None
 
 
 def _through(x: Form, steepest: Floats, scale: Floats, lengths: Floats) -> Floats:
@@ -208,14 +212,14 @@ def _halved(moved: float, rest: Floats, steepest: Floats) -> float:
 
 def _total(walk: Walk, node: Node, bend: Bend, x: Form) -> Floats:
     """Return a bound of Σ K e²/2 in every row: by ρ, and by norms in the rows of the hints."""
-    steepest, total, reach = _steepest(bend, x), _plain(walk, bend, x), _below(walk, x)
-    if reach is not None:
+    steepest, total, error_bound = _steepest(bend, x), _plain(walk, bend, x), _below(walk, x)
+    if error_bound is not None:
         assert x.origin is not None
-        name, identity = x.origin.source, np.eye(reach.shape[-1])
+        name, identity = x.origin.source, np.eye(error_bound.shape[-1])
         lengths = asked_together(walk, node, name, lambda _: identity)
         needed = np.isfinite(lengths)
         some = np.where(needed, lengths, 0.0)
-        through = _through(x, steepest, np.ones(reach.shape), some)
+        through = _through(x, steepest, np.ones(error_bound.shape), some)
         total = np.where(needed, np.minimum(total, through), total)
     root = raised(np.sqrt(steepest))
     norm = asked_together(walk, node, node.inputs[0], lambda row: np.diag(root[row]))
@@ -228,13 +232,13 @@ def second_order(function: Function, bend: Bend, x: Form, slope: Floats, lean: F
     `lean` bounds the error of the computed slope.
     """
     bends, tangents = bend(x.box), slopes(function, x.box)
-    square = raised(x.reach**2) / 2
+    square = raised(x.error_bound**2) / 2
     lo = box.down(np.minimum(bends.lo, 0.0) * square)
     hi = box.above(np.maximum(bends.hi, 0.0) * square)
     apart = np.maximum(np.abs(tangents.lo - slope), np.abs(tangents.hi - slope)) + lean
-    plain = raised(apart * (1 + 2.0**-40) * x.reach) + TINY
+    plain = raised(apart * (1 + 2.0**-40) * x.error_bound) + TINY
     lo, hi = np.maximum(lo - TINY, -plain), np.minimum(hi + TINY, plain)
-    still = x.reach == 0
+    still = x.error_bound == 0
     return Box(np.where(still, 0.0, lo), np.where(still, 0.0, hi))
 
 
@@ -264,7 +268,7 @@ def activation_bounds(choice: Choice, context: Context, node: Node) -> None:
     e_radius = e_radius + lost * np.abs(slope) * far_e
     d_radius = d_radius + lost * (np.abs(steep) * far_d + np.abs(turn) * far_e)
 
-    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
+    def vjp(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else f.e.times(slope)
         if f.d is None:
             return ((x.place, FunctionalBatch(e, None)),)
@@ -273,7 +277,7 @@ def activation_bounds(choice: Choice, context: Context, node: Node) -> None:
     context.write(
         node,
         reference,
-        pull,
+        vjp,
         Added(at_m - reference - slope * ec, raised(e_radius) + TINY),
         Added(step - turn * ec - steep * dc, raised(d_radius) + TINY),
     )

@@ -9,18 +9,18 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, summed
-from kcdsl_certs.recheck.affine.curves import Remainder, squares
 from kcdsl_certs.recheck.affine.ellipsoids import Row, Squares
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
+from kcdsl_certs.recheck.affine.remainders import Remainder, squares
+from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
 from kcdsl_certs.recheck.affine.reverse_passes import asked_together, until
-from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import NonlinearPart, Pull
+from kcdsl_certs.recheck.affine.tape import VJP, NonlinearPart
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, ULP, UNIT, Box, Floats, magnitude, raised
 from kcdsl_certs.recheck.interval.state import (
-    Scene,
+    DriftProblem,
     State,
     Value,
     by,
@@ -40,39 +40,39 @@ from kcdsl_certs.recheck.ops.operation import Operation
 _BELOW_NORMAL = 2.0**-126
 
 
-def add_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def add_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return a + b."""
-    return _linear_pair(scene, node, inputs, box.add)
+    return _linear_pair(problem, node, inputs, box.add)
 
 
-def sub_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def sub_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return a - b."""
-    return _linear_pair(scene, node, inputs, box.sub)
+    return _linear_pair(problem, node, inputs, box.sub)
 
 
 def _linear_pair(
-    scene: Scene, node: Node, inputs: list[Value], combine: Callable[[Box, Box], Box]
+    problem: DriftProblem, node: Node, inputs: list[Value], combine: Callable[[Box, Box], Box]
 ) -> State:
     node.attrs.exactly()
     a, b = numeric(inputs[0]), numeric(inputs[1])
     y_t, y_i = combine(a.t, b.t), combine(a.i, b.i)
-    errors = _relative(scene.train, y_t), _relative(scene.infer, y_i)
+    errors = _relative(problem.train, y_t), _relative(problem.infer, y_i)
     own = plus(a.own[0], b.own[0]), plus(a.own[1], b.own[1])
-    return settle(scene, node, (y_t, y_i, combine(a.d, b.d)), errors, own=own)
+    return settle(problem, node, (y_t, y_i, combine(a.d, b.d)), errors, own=own)
 
 
-def mul_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def mul_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return a * b."""
     node.attrs.exactly()
     a, b = numeric(inputs[0]), numeric(inputs[1])
     y_t, y_i = box.mul(a.t, b.t), box.mul(a.i, b.i)
     d = box.add(box.mul(middle(a), b.d), box.mul(a.d, middle(b)))
-    errors = _relative(scene.train, y_t, 1, True), _relative(scene.infer, y_i, 1, True)
+    errors = _relative(problem.train, y_t, 1, True), _relative(problem.infer, y_i, 1, True)
     own = (
         plus(by(a.own[0], box.mag(b.t)), by(b.own[0], box.mag(a.t))),
         plus(by(a.own[1], box.mag(b.i)), by(b.own[1], box.mag(a.i))),
     )
-    return settle(scene, node, (y_t, y_i, d), errors, own=own)
+    return settle(problem, node, (y_t, y_i, d), errors, own=own)
 
 
 def _relative(kernel: KernelNumerics, y: Box, count: int = 1, faint: bool = False) -> Floats:
@@ -86,7 +86,7 @@ def underflow(kernel: KernelNumerics) -> float:
     return 2 * kernel.inner.eta if kernel.inner == FLOAT32 else kernel.inner.eta
 
 
-def scale_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def scale_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return x * factor."""
     factor = constant(node, "factor")
 
@@ -96,10 +96,10 @@ def scale_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     def move(b: Box) -> Box:
         return box.mul(b, box.exact(np.array(factor)))
 
-    return _scaled(scene, node, inputs, factor, move, ends)
+    return _scaled(problem, node, inputs, factor, move, ends)
 
 
-def divide_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def divide_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return x / divisor."""
     divisor = constant(node, "divisor")
     if divisor == 0:
@@ -108,7 +108,7 @@ def divide_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     def ends(kernel: KernelNumerics) -> tuple[float, float]:
         return inverses(kernel.scalar(divisor, node))
 
-    return _scaled(scene, node, inputs, 1 / divisor, lambda b: _divided(b, divisor), ends)
+    return _scaled(problem, node, inputs, 1 / divisor, lambda b: _divided(b, divisor), ends)
 
 
 def inverses(ends: tuple[float, float]) -> tuple[float, float]:
@@ -135,7 +135,7 @@ def _divided(b: Box, divisor: float) -> Box:
 
 
 def _scaled(
-    scene: Scene,
+    problem: DriftProblem,
     node: Node,
     inputs: list[Value],
     factor: float,
@@ -145,26 +145,26 @@ def _scaled(
     """Return a multiple of x; `ends` are the least and greatest factor that a kernel may use."""
     x = numeric(inputs[0])
     y_t, y_i = move(x.t), move(x.i)
-    between = ends(scene.train), ends(scene.infer)
+    between = ends(problem.train), ends(problem.infer)
     other = box.mul(x.t, _other(between[0], factor)), box.mul(x.i, _other(between[1], factor))
     errors = (
-        _relative(scene.train, box.add(y_t, other[0]), 3, True),
-        _relative(scene.infer, box.add(y_i, other[1]), 3, True),
+        _relative(problem.train, box.add(y_t, other[0]), 3, True),
+        _relative(problem.infer, box.add(y_i, other[1]), 3, True),
     )
     steepest = [max(abs(low), abs(high)) for low, high in between]
     own = by(x.own[0], steepest[0]), by(x.own[1], steepest[1])
-    return settle(scene, node, (y_t, y_i, move(x.d)), errors, beside=other, own=own)
+    return settle(problem, node, (y_t, y_i, move(x.d)), errors, beside=other, own=own)
 
 
-def shift_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def shift_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return x + offset."""
     offset = constant(node, "offset")
     x = numeric(inputs[0])
     moved = box.exact(np.array(offset))
     y_t, y_i = box.add(x.t, moved), box.add(x.i, moved)
     other = (
-        _other(scene.train.scalar(offset, node), offset),
-        _other(scene.infer.scalar(offset, node), offset),
+        _other(problem.train.scalar(offset, node), offset),
+        _other(problem.infer.scalar(offset, node), offset),
     )
 
     def error(kernel: KernelNumerics, y: Box, more: Box) -> Floats:
@@ -172,8 +172,8 @@ def shift_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
             kernel.inner.u * (box.mag(box.add(y, more)) + abs(offset) * (1 + kernel.inner.u))
         )
 
-    errors = error(scene.train, y_t, other[0]), error(scene.infer, y_i, other[1])
-    return settle(scene, node, (y_t, y_i, x.d), errors, beside=other, own=x.own)
+    errors = error(problem.train, y_t, other[0]), error(problem.infer, y_i, other[1])
+    return settle(problem, node, (y_t, y_i, x.d), errors, beside=other, own=x.own)
 
 
 def constant(node: Node, name: str) -> float:
@@ -203,7 +203,7 @@ def _sum_affine(walk: Walk, node: Node, inputs: list[Operand], sign: float) -> F
     node.attrs.exactly()
     a, b = form_of(inputs[0]), form_of(inputs[1])
     reference = a.reference + sign * b.reference
-    carried = raised(a.reach + b.reach)
+    carried = raised(a.error_bound + b.error_bound)
     error = walk.kernel.inner.u * raised(np.abs(reference) * (1 + 2 * UNIT) + carried)
     own = 2 * UNIT * np.abs(reference) + _copies(reference, a, b) * carried
     operands = operands_of((a, _spread(a.shape)), (b, _scaled_functionals(b.shape, sign)))
@@ -227,19 +227,22 @@ def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
             until(walk, node, name)
         a, b = (form_of(walk.forms[name]) for name in node.inputs)
         sums, weighted = _sums(walk, node, a, found[0], found[1])
-    carried = raised(a.reach * np.abs(b.reference) + np.abs(a.reference) * b.reach)
-    rest = raised(a.reach * b.reach)
+    carried = raised(a.error_bound * np.abs(b.reference) + np.abs(a.reference) * b.error_bound)
+    rest = raised(a.error_bound * b.error_bound)
     own = 2 * UNIT * np.abs(reference) + TINY
     size = raised(np.abs(reference) + own + carried + rest)
     error, faint = raised(walk.kernel.inner.u * size), underflow(walk.kernel)
     others = own + faint + _copies(reference, a, b) * carried
     bent: Floats | None = None
-    curved: tuple[NonlinearPart, ...] = ()
+    nonlinear: tuple[NonlinearPart, ...] = ()
     if sums is None:
         others = others + rest
     else:
         boxed = raised(rest.sum(axis=-1, keepdims=True) * (1 + 2 * rest.shape[-1] * UNIT))
-        bent, curved = rest, (Remainder(-rest, rest, np.minimum(sums, boxed), weighted).curve,)
+        bent, nonlinear = (
+            rest,
+            (Remainder(-rest, rest, np.minimum(sums, boxed), weighted).nonlinear,),
+        )
     radius, split = raised(others + error), only_sure(others).with_one(error)
     left, right = _broadcast(b, reference), _broadcast(a, reference)
     operands = operands_of((a, times(left, a.shape)), (b, times(right, b.shape)))
@@ -248,7 +251,11 @@ def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if apart is not None:
         radius = raised(radius + walk.kernel.inner.u * apart)
     formed = Formed(
-        *(reference, carried, operands, radius), bent=bent, curved=curved, split=split, own=apart
+        *(reference, carried, operands, radius),
+        bent=bent,
+        nonlinear=nonlinear,
+        split=split,
+        own=apart,
     )
     return settled(walk, node, formed)
 
@@ -302,7 +309,7 @@ def _proportional_affine(
     ends = inverses(ends) if inverse else ends
     factor, away = ends[0] / 2 + ends[1] / 2, (ends[1] - ends[0]) / 2
     reference = x.reference * factor
-    carried = raised(x.reach * abs(factor))
+    carried = raised(x.error_bound * abs(factor))
     own = 6 * UNIT * np.abs(reference) + TINY
     other = raised(away * x.size)
     whole = raised(np.abs(reference) + own + carried + other)
@@ -323,13 +330,13 @@ def shift_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = x.reference + middle
     own = 2 * UNIT * (np.abs(reference) + abs(middle)) + TINY
     u = walk.kernel.inner.u
-    size = raised(np.abs(reference) + own + x.reach + away)
+    size = raised(np.abs(reference) + own + x.error_bound + away)
     error = u * raised(size + max(abs(low), abs(high)) * (1 + u)) + away
     operands = operands_of((x, _spread(x.shape)))
     apart, radius = walk.own(node, 0), raised(own + error)
     if apart is not None:
         radius = raised(radius + u * apart)
-    return settled(walk, node, Formed(reference, x.reach, operands, radius, own=apart))
+    return settled(walk, node, Formed(reference, x.error_bound, operands, radius, own=apart))
 
 
 def settled(walk: Walk, node: Node, formed: Formed) -> Form:
@@ -337,9 +344,9 @@ def settled(walk: Walk, node: Node, formed: Formed) -> Form:
     return settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
 
 
-def operands_of(*parts: tuple[Form, Pull]) -> tuple[tuple[int, Pull], ...]:
+def operands_of(*parts: tuple[Form, VJP]) -> tuple[tuple[int, VJP], ...]:
     """Return the entries of operands that are not constant, with their adjoint maps."""
-    return tuple((form.place, pull) for form, pull in parts if form.place is not None)
+    return tuple((form.place, vjp) for form, vjp in parts if form.place is not None)
 
 
 def _copies(reference: Floats, *operands: Form) -> float:
@@ -352,15 +359,15 @@ def _broadcast(form: Form, reference: Floats) -> Floats:
     return np.broadcast_to(form.reference, reference.shape)
 
 
-def _spread(shape: tuple[int, ...]) -> Pull:
+def _spread(shape: tuple[int, ...]) -> VJP:
     return lambda a: summed(a, shape)
 
 
-def _scaled_functionals(shape: tuple[int, ...], factor: float) -> Pull:
+def _scaled_functionals(shape: tuple[int, ...], factor: float) -> VJP:
     return lambda a: summed(Adjoint(a.values * factor, a.start), shape)
 
 
-def times(factor: Floats, shape: tuple[int, ...]) -> Pull:
+def times(factor: Floats, shape: tuple[int, ...]) -> VJP:
     """Return the adjoint map of an elementwise product by `factor`, summed to `shape`."""
     return lambda a: summed(a.times(factor), shape)
 
@@ -381,7 +388,7 @@ def _sum_bounds(context: Context, node: Node, sign: float) -> None:
     repeated = reference.size // max(1, min(a.reference.size, b.reference.size))
     lost = gamma(SPARE + repeated, UNIT)
 
-    def pull(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
+    def vjp(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
         return [_gathered(f, a, 1.0), _gathered(f, b, sign)]
 
     own = 4 * UNIT * (np.abs(a.reference) + np.abs(b.reference))
@@ -389,7 +396,7 @@ def _sum_bounds(context: Context, node: Node, sign: float) -> None:
     context.write(
         node,
         reference,
-        pull,
+        vjp,
         Added(none, raised(own + lost * (magnitude(a.e) + magnitude(b.e))) + TINY),
         Added(none, raised(lost * (magnitude(a.d) + magnitude(b.d))) + TINY),
     )

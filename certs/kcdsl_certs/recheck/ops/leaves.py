@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.affine.curves import symbol
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, known_form
-from kcdsl_certs.recheck.affine.storing import Formed, settle_form
+from kcdsl_certs.recheck.affine.remainders import symbol
+from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
 from kcdsl_certs.recheck.affine.tape import Shared, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Array, Node
 from kcdsl_certs.recheck.interval import box, weight_ball
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
 from kcdsl_certs.recheck.interval.parameters import plain
 from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
     Mask,
-    Scene,
     State,
     StoredMatrix,
     Value,
@@ -43,20 +43,20 @@ def known(t: Floats, i: Floats) -> State:
     return State(t_box, i_box, box.sub(i_box, t_box))
 
 
-def held(scene: Scene, key: str, *, linear: bool) -> State:
+def held(problem: DriftProblem, key: str, *, linear: bool) -> State:
     """Return a checkpoint tensor as both kernels store it, as a linear weight or plain.
 
     With a region around the weights the state encloses that of every θ' in it. Raises Rejected
     "parameter/…".
     """
-    stored = scene.parameters
-    if not scene.rho:
+    stored = problem.parameters
+    if not problem.rho:
         get = stored.linear if linear else stored.plain
-        return known(get(key, scene.train), get(key, scene.infer))
-    kernels = scene.train, scene.infer
+        return known(get(key, problem.train), get(key, problem.infer))
+    kernels = problem.train, problem.infer
     if linear:
-        kernels = scene.train.serving(key), scene.infer.serving(key)
-    return State(*weight_ball.both(stored.singles(key), scene.rho, kernels, linear, key))
+        kernels = problem.train.serving(key), problem.infer.serving(key)
+    return State(*weight_ball.both(stored.singles(key), problem.rho, kernels, linear, key))
 
 
 def rows(table: State, ids: NDArray[np.int64]) -> State:
@@ -65,33 +65,33 @@ def rows(table: State, ids: NDArray[np.int64]) -> State:
     return State(t, i, d)
 
 
-def source_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def source_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return the block input: one float32 tensor for both kernels, stored where compute is coarse.
 
     Raises Rejected "graph/shape" or "rule/input".
     """
     node.attrs.exactly()
-    if scene.centre is None or scene.radius is None or node.role:
+    if problem.centre is None or problem.radius is None or node.role:
         raise Rejected("rule/input", "a block on token ids has no block input")
-    centre = scene.centre
-    if scene.rows is not None:
+    centre = problem.centre
+    if problem.rows is not None:
         centre = np.broadcast_to(centre, node.shape)  # the region has one row for all rows
-    x = Box(box.add_down(centre, -scene.radius), box.add_up(centre, scene.radius))
-    if x.shape != scene.block.input_shape:
+    x = Box(box.add_down(centre, -problem.radius), box.add_up(centre, problem.radius))
+    if x.shape != problem.block.input_shape:
         raise Rejected("graph/shape", "the region does not have the input's shape")
-    if scene.drift is not None:
-        return _apart(scene, x, scene.drift)
-    (t, wrong_t), (i, wrong_i) = _taken(scene.train, x), _taken(scene.infer, x)
-    if scene.errors is not None:
-        scene.errors[node.name] = (wrong_t, wrong_i)
+    if problem.drift is not None:
+        return _apart(problem, x, problem.drift)
+    (t, wrong_t), (i, wrong_i) = _taken(problem.train, x), _taken(problem.infer, x)
+    if problem.errors is not None:
+        problem.errors[node.name] = (wrong_t, wrong_i)
     return reduce(t, i, box.sub(wrong_i, wrong_t))
 
 
-def _apart(scene: Scene, x: Box, drift: Box) -> State:
+def _apart(problem: DriftProblem, x: Box, drift: Box) -> State:
     """Return an input that another block computed, enclosing every reading of it."""
-    if drift.shape != x.shape or scene.rows is not None:
+    if drift.shape != x.shape or problem.rows is not None:
         raise Rejected("graph/shape", "the drift does not have the input's shape")
-    return reduce(x, box.add(x, drift), drift, scene.entering)
+    return reduce(x, box.add(x, drift), drift, problem.entering)
 
 
 def _taken(kernel: KernelNumerics, x: Box) -> tuple[Box, Box]:
@@ -101,15 +101,15 @@ def _taken(kernel: KernelNumerics, x: Box) -> tuple[Box, Box]:
     return stored(kernel, form, x, np.zeros(x.shape), FLOAT32)
 
 
-def parameter_value(scene: Scene, node: Node, inputs: list[Value]) -> State | StoredMatrix:
+def parameter_value(problem: DriftProblem, node: Node, inputs: list[Value]) -> State | StoredMatrix:
     """Return a checkpoint tensor as either kernel stores it, or the magnitudes of a large matrix
     that only linears read, row by row."""
-    key, parameters = node.attrs.text("key"), scene.parameters
-    both = scene.train, scene.infer
-    linear = node.name in scene.weights and not scene.rho
+    key, parameters = node.attrs.text("key"), problem.parameters
+    both = problem.train, problem.infer
+    linear = node.name in problem.weights and not problem.rho
     parts = parameters.parts(key, *both) if linear else ()
     if not parts:
-        return parameter_interval(scene, node, inputs)
+        return parameter_interval(problem, node, inputs)
     node.attrs.exactly("key", optional=("transposed",))
     value = drift = 0.0
     for rows in parts:
@@ -120,26 +120,26 @@ def parameter_value(scene: Scene, node: Node, inputs: list[Value]) -> State | St
     return StoredMatrix(parameters.shape(key), value, drift)
 
 
-def parameter_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def parameter_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return a checkpoint tensor as either kernel stores it.
 
     A tensor that is only read as a linear weight is stored as such, any other one as plain.
     """
     key = node.attrs.exactly("key", optional=("transposed",)).text("key")
-    return held(scene, key, linear=node.name in scene.weights)
+    return held(problem, key, linear=node.name in problem.weights)
 
 
-def constant_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+def constant_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> Value:
     """Return a constant: a mask, or a float32 table as either kernel stores it."""
     key = node.attrs.exactly("key").text("key")
-    array = scene.block.constants.get(key)
+    array = problem.block.constants.get(key)
     if array is None:
         raise Rejected("graph/field", f"there is no constant {key[:80]!r}")
     if array.dtype == "bool":
         return Mask(np.frombuffer(array.data, dtype=np.bool_).reshape(array.shape))
     if array.dtype != "float32":
         raise Rejected("graph/field", f"constant {key[:80]!r} is neither float32 nor bool")
-    return table(array, key, node.format, scene.train, scene.infer)
+    return table(array, key, node.format, problem.train, problem.infer)
 
 
 def table(
@@ -159,30 +159,30 @@ def table(
     )
 
 
-def embedding_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def embedding_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return rows of a table."""
     ids = np.array(node.attrs.exactly("ids").integers("ids", 0), dtype=np.int64)
-    key = scene.keys.get(node.inputs[0])
+    key = problem.keys.get(node.inputs[0])
     if key is None:
         raise Rejected("rule/weight", "the table of an embedding must be a parameter")
-    if not ids.size or not len(scene.parameters.shape(key)) == 2:
+    if not ids.size or not len(problem.parameters.shape(key)) == 2:
         raise Rejected("graph/shape", "an embedding needs ids and a matrix")
-    if int(ids.max()) >= scene.parameters.shape(key)[0]:
+    if int(ids.max()) >= problem.parameters.shape(key)[0]:
         raise Rejected("graph/field", "an id is beyond the table")
-    return rows(held(scene, key, linear=False), ids)
+    return rows(held(problem, key, linear=False), ids)
 
 
 def source_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return the block input, entry 0, stored where compute is coarser than float32."""
     node.attrs.exactly()
-    centre, region = walk.scene.centre, walk.tape.region
+    centre, region = walk.problem.centre, walk.tape.region
     if centre is None or region is None or node.role:
         raise Rejected("rule/input", "a block on token ids has no block input")
-    if centre.shape != walk.scene.block.input_shape:
+    if centre.shape != walk.problem.block.input_shape:
         raise Rejected("graph/shape", "the region does not have the input's shape")
-    if walk.scene.drift is not None:
-        add_versions(walk, node, walk.scene.entering[1 if walk.moved else 0])
-        return _apart_affine(walk, centre, region, walk.scene.drift)
+    if walk.problem.drift is not None:
+        add_versions(walk, node, walk.problem.entering[1 if walk.moved else 0])
+        return _apart_affine(walk, centre, region, walk.problem.drift)
     form = target(walk.kernel, node)
     if form.precision >= FLOAT32.precision:
         return Form(centre, region, 0)
@@ -207,13 +207,13 @@ def _apart_affine(walk: Walk, centre: Floats, region: Floats, drift: Box) -> For
     for more in (half, slip):
         radius = radius if more is None else radius + more
     radius = raised(radius)
-    reach = raised(region + radius)
-    if walk.scene.held is not None:
-        apart = walk.tape.cut = symbol(walk, walk.scene.held, middle, radius, reference)
-        place = walk.tape.add(TapeEntry(reach, ((0, lambda a: a), (apart, lambda a: a))))
-        return Form(reference, reach, place)
-    place = walk.tape.add(TapeEntry(reach, ((0, lambda a: a),), radius))
-    return Form(reference, reach, place)
+    error_bound = raised(region + radius)
+    if walk.problem.held is not None:
+        apart = walk.tape.cut = symbol(walk, walk.problem.held, middle, radius, reference)
+        place = walk.tape.add(TapeEntry(error_bound, ((0, lambda a: a), (apart, lambda a: a))))
+        return Form(reference, error_bound, place)
+    place = walk.tape.add(TapeEntry(error_bound, ((0, lambda a: a),), radius))
+    return Form(reference, error_bound, place)
 
 
 def leaf_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
@@ -223,21 +223,21 @@ def leaf_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
         "constant": constant_interval,
         "embedding": embedding_interval,
     }[node.op]
-    value = rule(replace(walk.scene, rho=Fraction(0)), node, [])
+    value = rule(replace(walk.problem, rho=Fraction(0)), node, [])
     if isinstance(value, Mask):
         return value
     if not isinstance(value, State):
         raise Rejected("internal", "a leaf without a value")
-    first = walk.kernel is walk.scene.train
+    first = walk.kernel is walk.problem.train
     found = (value.t if first else value.i).lo
-    if not walk.scene.rho or node.op == "constant":
+    if not walk.problem.rho or node.op == "constant":
         return known_form(found)
-    wide = rule(walk.scene, node, [])
+    wide = rule(walk.problem, node, [])
     if not isinstance(wide, State):
         raise Rejected("internal", "a leaf without a value")
     radius = around(found, wide.t if first else wide.i)
     shared = None
-    if alike((walk.scene.train, walk.scene.infer), linear=False):
+    if alike((walk.problem.train, walk.problem.infer), linear=False):
         shared = Shared(node.name, radius, np.zeros(radius.shape))
     return Form(found, radius, walk.tape.add(TapeEntry(radius, (), radius, shared=shared)))
 
@@ -250,7 +250,7 @@ def around(centre: Floats, wide: Box) -> Floats:
 
 def source_bounds(context: Context, node: Node) -> None:
     """Write the block input: a box around the centre, whose drift is that of storing alone."""
-    centre, radius = context.scene.centre, context.scene.radius
+    centre, radius = context.problem.centre, context.problem.radius
     if centre is None or radius is None:
         raise Rejected("rule/input", "a block on token ids has no block input")
     wide = np.ascontiguousarray(np.broadcast_to(radius, centre.shape))

@@ -13,9 +13,9 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine.ellipsoids import Part, RankOne, extent_along, longest, rows_of
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
-from kcdsl_certs.recheck.affine.many_rows import Line, RowReach
-from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import NonlinearPart, Pull, Share, Shared
+from kcdsl_certs.recheck.affine.many_rows import Line, RowErrors
+from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import VJP, NonlinearPart, Share, Shared
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma, target
@@ -126,10 +126,12 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         last = loss.last(y_mag, whole, size_g, np.abs(bias))
     cast = raised(size_g * inner.cast)
     shared = None
-    if walk.scene.rho:  # the effect of other gains and biases in the weight ball, and its rounding
+    if (
+        walk.problem.rho
+    ):  # the effect of other gains and biases in the weight ball, and its rounding
         others = raised(y_mag + whole) * around_gain + around_bias
         rounded = 4 * walk.kernel.inner.u * others + tiny * around_gain
-        if alike((walk.scene.train, walk.scene.infer), linear=False):
+        if alike((walk.problem.train, walk.problem.infer), linear=False):
             c = walk.first.setdefault(node.name, at.y)
             away = raised(np.abs(at.y - c) + at.wrong_y + step + whole) * around_gain
             beside = raised(own + element + size_g * inner.element + last + TINY)
@@ -162,7 +164,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     _by_length(walk, node, form, size_g, raised(np.sqrt(2 * moved.shrink)), inner)
     lines = [Line(at.y * gain, raised(moved.along * sides + by_y + moved.shrink / 2)[..., 0])]
     if centred:
-        level = raised(inner.mean + at.r * _mean(x.reach) * sides)[..., 0]
+        level = raised(inner.mean + at.r * _mean(x.error_bound) * sides)[..., 0]
         lines.append(Line(np.broadcast_to(gain, x.shape), level))
     _by_rows(walk, x, form, size_g * at.r * sides, lines)
     if centred and form.place is not None:
@@ -200,7 +202,7 @@ def _by_rows(walk: Walk, x: Form, form: Form, scale: Floats, lines: list[Line]) 
     for line in lines:
         lost = gamma(4 * form.shape[-1] + 64, UNIT) * np.abs(line.direction)
         radius = radius + lost * line.size[:, None]
-    rows = RowReach(raised(radius), tuple(lines))
+    rows = RowErrors(raised(radius), tuple(lines))
     walk.tape.entries[form.place] = replace(entry, rows=rows)
 
 
@@ -212,12 +214,12 @@ def _known(
     if len(values) <= place:
         return np.full((n,), 1.0 if place == 1 else 0.0), nothing
     form = form_of(values[place])
-    moves = bool(walk.scene.rho) and node.inputs[place] in walk.scene.keys
+    moves = bool(walk.problem.rho) and node.inputs[place] in walk.problem.keys
     if form.place is not None and not moves:
         raise Rejected("rule/weight", "the weight and bias of a norm must be known")
     if form.shape != (n,):
         raise Rejected("graph/shape", "the weight of a norm does not fit its input")
-    return form.reference, form.reach if moves else nothing
+    return form.reference, form.error_bound if moves else nothing
 
 
 def _reference(x: Form, eps: float, centred: bool) -> _Reference:
@@ -248,12 +250,12 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
     Raises Rejected "bound/not-finite".
     """
     name = node.inputs[0]
-    if x.place is None or not x.reach.any():
+    if x.place is None or not x.error_bound.any():
         none = np.zeros(at.v.shape)
         return _Drift(np.zeros(x.shape), none, none, none)
     least = at.v * (1 - at.wrong)
-    usual = _mean(x.reach) if centred else 0.0
-    delta = raised(x.reach + usual)
+    usual = _mean(x.error_bound) if centred else 0.0
+    delta = raised(x.error_bound + usual)
     wide = raised(_mean((np.abs(at.c) + at.wrong_c) * delta) / least)
     along = wide
 
@@ -271,7 +273,7 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
             norms = reverse_passes.surround(walk, x.place, x.shape, needed, cut)
         found = _within(walk, x, centred)
         if not centred:
-            x = reverse_passes.kept(walk, name, np.minimum(x.reach, found))
+            x = reverse_passes.kept(walk, name, np.minimum(x.error_bound, found))
         lower(found, needed)
     needed = walk.chosen(node, name, "deviations" if centred else "reach")
     if needed.any():
@@ -279,7 +281,7 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
             lower(reverse_passes.centred(walk, x, needed), needed)
         else:
             x = reverse_passes.tight(walk, node, name, 0)
-            lower(x.reach, needed)
+            lower(x.error_bound, needed)
     if not bool((along < _FARTHEST).all()):
         raise Rejected("bound/not-finite", "the input of a norm moves too far along itself")
     square = _square(walk, x, delta, walk.chosen(node, name, "norm"), centred)
@@ -302,8 +304,8 @@ def _within(walk: Walk, x: Form, centred: bool) -> Floats:
     found = np.full(x.shape, np.inf)
     for row, shape in walk.tape.entries[x.place].ellipsoids.items():
         found[row] = extent_along(shape, _centring(x.shape[-1], centred))
-    usual = _mean(x.reach) if centred else 0.0
-    return raised(found + 4 * UNIT * (x.reach + usual))
+    usual = _mean(x.error_bound) if centred else 0.0
+    return raised(found + 4 * UNIT * (x.error_bound + usual))
 
 
 def _centring(n: int, centred: bool) -> Floats:
@@ -316,14 +318,16 @@ def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool) ->
     functional = at.c / n
     if centred:
         functional = functional - functional.mean(axis=-1, keepdims=True)
-    mean = (np.abs(functional) * x.reach).sum(axis=-1, keepdims=True)
+    mean = (np.abs(functional) * x.error_bound).sum(axis=-1, keepdims=True)
     for row in reverse_passes.rows(needed):
         mean[row] = reverse_passes.along(walk, x, row, functional[row][None])
     # the functional has the error of c and its own roundings
     size = np.abs(functional) + at.wrong_c / n
     blur = (at.wrong_c + at.wrong_c.mean(axis=-1, keepdims=True)) / n * (1 + 2.0**-30)
     off = blur + 4 * gamma(n + 8, UNIT) * (size + size.mean(axis=-1, keepdims=True))
-    return raised(mean + (off * x.reach).sum(axis=-1, keepdims=True) * (1 + n * 4 * UNIT)) + TINY
+    return (
+        raised(mean + (off * x.error_bound).sum(axis=-1, keepdims=True) * (1 + n * 4 * UNIT)) + TINY
+    )
 
 
 def _square(walk: Walk, x: Form, delta: Floats, needed: Bools, centred: bool) -> Floats:
@@ -332,14 +336,14 @@ def _square(walk: Walk, x: Form, delta: Floats, needed: Bools, centred: bool) ->
     functionals = _centring(n, centred)
     norm = reverse_passes.together(walk, x, needed, lambda _: functionals)
     # 1/n is rounded
-    norm = norm + 4 * UNIT * (x.reach.sum(axis=-1, keepdims=True) if centred else 0.0)
+    norm = norm + 4 * UNIT * (x.error_bound.sum(axis=-1, keepdims=True) if centred else 0.0)
     square = np.minimum(_mean(delta**2), raised(norm**2 / n) + TINY)
     if x.place is None:
         return square
     for row, shape in walk.tape.entries[x.place].ellipsoids.items():
         size = longest(shape, functionals)
         if centred:
-            size += 4 * UNIT * float(x.reach[row].sum()) * n
+            size += 4 * UNIT * float(x.error_bound[row].sum()) * n
         square[row] = np.minimum(square[row], raised(np.array(size**2 / n)) + TINY)
     return square
 
@@ -419,7 +423,7 @@ def _written(
     least = at.v * (1 - at.wrong) * (1 - moved.along) ** 2 * (1 - 2.0**-40)
     delta = (moved.delta**2).mean(axis=-1, keepdims=True)
     most = raised(at.v * (1 + at.wrong) * (1 + 2 * moved.along) + delta) + TINY
-    usual = np.abs(x.reference.mean(axis=-1, keepdims=True)) + _mean(x.reach)
+    usual = np.abs(x.reference.mean(axis=-1, keepdims=True)) + _mean(x.error_bound)
     usual = raised(usual + gamma(x.shape[-1] + 4, UNIT) * _mean(x.size))
     centred = raised(np.abs(at.c) + at.wrong_c + moved.delta)
     away = np.zeros(x.shape) if own is None else np.broadcast_to(own, x.shape)
@@ -433,11 +437,11 @@ def _written(
 def _float_errors(x: Form, at: _Reference, moved: _Drift, centred: bool) -> Floats:
     """Return the float64 errors of y, of the map, and of the adjoints (before the gain)."""
     n = x.shape[-1]
-    usual = x.reach.mean(axis=-1, keepdims=True) if centred else 0.0
+    usual = x.error_bound.mean(axis=-1, keepdims=True) if centred else 0.0
     size = np.abs(at.c) + at.wrong_c
-    mean = (size * (x.reach + usual)).mean(axis=-1, keepdims=True) / at.v
-    whole = raised(at.r * (x.reach + usual) + np.abs(at.y) * mean)
-    off = (at.wrong_c * (x.reach + usual)).mean(axis=-1, keepdims=True) / at.v
+    mean = (size * (x.error_bound + usual)).mean(axis=-1, keepdims=True) / at.v
+    whole = raised(at.r * (x.error_bound + usual) + np.abs(at.y) * mean)
+    off = (at.wrong_c * (x.error_bound + usual)).mean(axis=-1, keepdims=True) / at.v
     map_error = 2 * at.wrong * whole + 4 * np.abs(at.y) * off + 2 * at.wrong_y * mean
     return raised((map_error + gamma(4 * n + 32, UNIT) * whole) * (1 + 2.0**-20))
 
@@ -468,11 +472,11 @@ def _scalars(scales: list[tuple[Floats, Floats]]) -> NonlinearPart:
     return NonlinearPart(between, around=around)
 
 
-def _bracket(at: _Reference, gain: Floats, centred: bool) -> Pull:
+def _bracket(at: _Reference, gain: Floats, centred: bool) -> VJP:
     """Return the pullback of g·(rδ - μy)."""
     n = gain.shape[0]
 
-    def pull(adjoint: Adjoint) -> Adjoint:
+    def vjp(adjoint: Adjoint) -> Adjoint:
         whole = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], n))
         window = whole.window
         alpha = whole.values * gain
@@ -484,7 +488,7 @@ def _bracket(at: _Reference, gain: Floats, centred: bool) -> Pull:
             values = values - values.mean(axis=-1, keepdims=True)
         return Adjoint(values, whole.start)
 
-    return pull
+    return vjp
 
 
 OPERATIONS = {

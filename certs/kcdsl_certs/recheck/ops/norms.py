@@ -11,7 +11,15 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, ULP, UNIT, Box, Floats, others, raised
-from kcdsl_certs.recheck.interval.state import Own, Scene, State, Value, gamma, numeric, settle
+from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
+    Own,
+    State,
+    Value,
+    gamma,
+    numeric,
+    settle,
+)
 from kcdsl_certs.recheck.linear_bounds.context import (
     DEVIATION,
     DRIFT,
@@ -44,24 +52,24 @@ class Side:
     y: Box
 
 
-def rms_norm_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def rms_norm_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return x / sqrt(mean(x²) + eps) * weight."""
-    return _norm_interval(scene, node, inputs, False)
+    return _norm_interval(problem, node, inputs, False)
 
 
-def layer_norm_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def layer_norm_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return (x - mean) / sqrt(var + eps) * weight + bias."""
-    return _norm_interval(scene, node, inputs, True)
+    return _norm_interval(problem, node, inputs, True)
 
 
-def _norm_interval(scene: Scene, node: Node, inputs: list[Value], centred: bool) -> State:
+def _norm_interval(problem: DriftProblem, node: Node, inputs: list[Value], centred: bool) -> State:
     eps = node.attrs.exactly("eps").real("eps")
     x = numeric(inputs[0])
     n = x.shape[-1]
     if not eps >= 0 or (centred and n < 2):
         raise Rejected("graph/field", "a norm needs eps ≥ 0 and, if centred, two elements")
-    weight = _affine(scene, node, inputs, 1, n)
-    bias = _affine(scene, node, inputs, 2, n)
+    weight = _affine(problem, node, inputs, 1, n)
+    bias = _affine(problem, node, inputs, 2, n)
     t, i = side(x.t, eps, centred), side(x.i, eps, centred)
     d_c = _centred(x.d) if centred else x.d
     d_y = _drift(t, i, d_c, n)
@@ -76,20 +84,20 @@ def _norm_interval(scene: Scene, node: Node, inputs: list[Value], centred: bool)
     own = _scaled_own(x.own[0], t, weight[0]), _scaled_own(x.own[1], i, weight[1])
     if node.written:
         return settle(
-            scene,
+            problem,
             node,
             exact,
             (
-                _written(scene.train, node, eps, x.t, t, weight[0], bias[0], x.own[0]),
-                _written(scene.infer, node, eps, x.i, i, weight[1], bias[1], x.own[1]),
+                _written(problem.train, node, eps, x.t, t, weight[0], bias[0], x.own[0]),
+                _written(problem.infer, node, eps, x.i, i, weight[1], bias[1], x.own[1]),
             ),
             own=own,
         )
     errors = (
-        _error(scene.train, x.t, t, weight[0], bias[0], centred, x.own[0]),
-        _error(scene.infer, x.i, i, weight[1], bias[1], centred, x.own[1]),
+        _error(problem.train, x.t, t, weight[0], bias[0], centred, x.own[0]),
+        _error(problem.infer, x.i, i, weight[1], bias[1], centred, x.own[1]),
     )
-    return settle(scene, node, exact, errors, own=own)
+    return settle(problem, node, exact, errors, own=own)
 
 
 def _scaled_own(own: Own, side: Side, weight: Box) -> Own:
@@ -122,7 +130,7 @@ def _written(
 
 
 def _affine(
-    scene: Scene, node: Node, values: list[Value], place: int, n: int
+    problem: DriftProblem, node: Node, values: list[Value], place: int, n: int
 ) -> tuple[Box, Box, Box]:
     """Return T, I and D of the weight (at 1) or bias (at 2) of a norm; 1 and 0 where absent."""
     if len(values) <= place:
@@ -130,7 +138,7 @@ def _affine(
         return known, known, box.zeros((n,))
     state = numeric(values[place])
     points = state.t.point and state.i.point
-    if not points and node.inputs[place] not in scene.keys:
+    if not points and node.inputs[place] not in problem.keys:
         raise Rejected("rule/weight", "the weight and bias of a norm must be known")
     if state.shape != (n,):
         raise Rejected("graph/shape", "the weight of a norm does not fit its input")
@@ -300,7 +308,7 @@ def _norm_bounds(context: Context, node: Node, centred: bool) -> None:
     off_e = off_e + lost * np.abs(g_t) * _carried(own, box.magnitude(x.e))
     off_d = lost * np.abs(g_i) * _carried(moved, box.magnitude(x.d))
 
-    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
+    def vjp(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else _back(f.e, own, g_t, centred)
         d = None if f.d is None else _back(f.d, moved, g_i, centred)
         return ((x.place, FunctionalBatch(e, d)),)
@@ -308,7 +316,7 @@ def _norm_bounds(context: Context, node: Node, centred: bool) -> None:
     context.write(
         node,
         y * g_t + b_t,
-        pull,
+        vjp,
         Added(np.zeros(y.shape), raised(np.abs(g_t) * own.away + off_e) + TINY),
         Added(middle, raised(np.abs(g_i) * moved.away + radius + off_d) + TINY),
     )

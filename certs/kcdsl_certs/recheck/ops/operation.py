@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kcdsl_certs.recheck.affine.form import Operand, Walk
 from kcdsl_certs.recheck.graphs.graph import Node
-from kcdsl_certs.recheck.interval.state import Scene, Value
+from kcdsl_certs.recheck.interval.state import DriftProblem, Value
 from kcdsl_certs.recheck.linear_bounds.context import Context
 
 
@@ -22,7 +22,7 @@ class Operation:
 
     least: int
     most: int
-    interval: Callable[[Scene, Node, list[Value]], Value]
+    interval: Callable[[DriftProblem, Node, list[Value]], Value]
     affine: Callable[[Walk, Node, list[Operand]], Operand]
     bounds: Callable[[Context, Node], None] | None
     closely: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.graphs.reading import integer
 from kcdsl_certs.recheck.interval.box import Bools, Box, Floats, add_down, add_up, raised
-from kcdsl_certs.recheck.interval.state import Scene, State, Value, numeric
+from kcdsl_certs.recheck.interval.state import DriftProblem, State, Value, numeric
 from kcdsl_certs.recheck.numerics.formats import LAYOUTS
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.operation import Operation
@@ -60,13 +60,13 @@ def chosen(node: Node) -> Bools:
     return found
 
 
-def _admitted(scene: Scene, node: Node) -> None:
+def _admitted(problem: DriftProblem, node: Node) -> None:
     """Refuse scenes and kernels for which routes have no rule. Raises Rejected "rule/route"."""
-    if scene.rows is not None or scene.rho or scene.drift is not None or scene.followed:
+    if problem.rows is not None or problem.rho or problem.drift is not None or problem.followed:
         raise Rejected(
             "rule/route", "routes at any length, around weights, or in stages of a chain"
         )
-    for kernel in (scene.train, scene.infer):
+    for kernel in (problem.train, problem.infer):
         own = kernel.own
         if node.shape[-1] > _MOST_EXPERTS or own.exp_ulps > _MOST_EXP_ULPS:
             raise Rejected("rule/route", "more experts or exp_ulps than the rule admits")
@@ -101,12 +101,12 @@ def _normal(values: Box, experts: Bools, which: str) -> None:
         raise Rejected("bound/route", f"position {row} may have a subnormal share in {which}")
 
 
-def route_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+def route_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> Value:
     """Return the logits of a router; refuse unless both kernels choose the experts of the node."""
     experts, x = chosen(node), numeric(inputs[0])
     if x.shape != node.shape:
         raise Rejected("graph/shape", "a route has the shape of its logits")
-    _admitted(scene, node)
+    _admitted(problem, node)
     _sure(x.t, experts, "training")
     _sure(x.i, experts, "inference")
     return State(x.t, x.i, x.d, x.own)
@@ -120,22 +120,22 @@ def route_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     experts, x = chosen(node), form_of(inputs[0])
     if x.shape != node.shape:
         raise Rejected("graph/shape", "a route has the shape of its logits")
-    _admitted(walk.scene, node)
+    _admitted(walk.problem, node)
     if walk.tape.budget is not None:
         raise Rejected("rule/route", "routes with independent roundings")
     own = walk.own(node, 0)
-    reach = x.reach if own is None else raised(x.reach + own)
-    values = Box(add_down(x.reference, -reach), add_up(x.reference, reach))
+    error_bound = x.error_bound if own is None else raised(x.error_bound + own)
+    values = Box(add_down(x.reference, -error_bound), add_up(x.reference, error_bound))
     if x.place is None:
         _sure(values, experts, "a kernel")
         return known_form(x.reference)
     for row in range(node.shape[0]):
         _separate(walk, x, (row, own), values, experts[row])
     _normal(values, experts, "a kernel")
-    place = walk.tape.add(TapeEntry(x.reach, ((x.place, lambda a: a),)))
+    place = walk.tape.add(TapeEntry(x.error_bound, ((x.place, lambda a: a),)))
     if own is not None:
         walk.versions[node.name] = Version(own)
-    return Form(x.reference, x.reach, place, x.origin, cases=x.cases)
+    return Form(x.reference, x.error_bound, place, x.origin, cases=x.cases)
 
 
 def _separate(

@@ -10,15 +10,15 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import part, viewed
 from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
-from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Pull, TapeEntry
+from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import VJP, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node, View
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
 from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
     Mask,
     Own,
-    Scene,
     State,
     Value,
     gamma,
@@ -39,7 +39,7 @@ from kcdsl_certs.recheck.ops.arithmetic import operands_of
 from kcdsl_certs.recheck.ops.operation import Operation
 
 
-def view_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+def view_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> Value:
     """Return the elements as a view moves them."""
     found, value = View.of(node, inputs[0].shape), inputs[0]
     if isinstance(value, Mask):
@@ -50,7 +50,7 @@ def view_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
     return State(t, i, d, (one, two))
 
 
-def concat_interval(scene: Scene, node: Node, inputs: list[Value]) -> Value:
+def concat_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> Value:
     """Return the inputs concatenated along one dimension."""
     rank = len(inputs[0].shape)
     dim = node.attrs.exactly("dim").integer("dim", -rank)
@@ -86,9 +86,11 @@ def view_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     reference = found.moved(value.reference)
     if value.place is None:
         return known_form(reference)
-    reach = found.moved(value.reach)
-    radius = None if found.copies == 1 else raised(reach * gamma(found.copies, UNIT)) + TINY
-    place = walk.tape.add(TapeEntry(reach, ((value.place, lambda a: viewed(a, found)),), radius))
+    error_bound = found.moved(value.error_bound)
+    radius = None if found.copies == 1 else raised(error_bound * gamma(found.copies, UNIT)) + TINY
+    place = walk.tape.add(
+        TapeEntry(error_bound, ((value.place, lambda a: viewed(a, found)),), radius)
+    )
     own, origin = walk.own(node, 0), value.origin
     add_versions(walk, node, None if own is None else found.moved(own))
     if origin is not None:
@@ -97,7 +99,7 @@ def view_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
     if turned is not None:
         turned = replace(turned, index=found.moved(turned.index))
     cases, moved = _cases(found, value.cases), (node.inputs[0], found)
-    return Form(reference, reach, place, origin, cases=cases, turned=turned, moved=moved)
+    return Form(reference, error_bound, place, origin, cases=cases, turned=turned, moved=moved)
 
 
 def _cases(view: View, cases: Cases | None) -> Cases | None:
@@ -119,7 +121,7 @@ def concat_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
         return Mask(np.concatenate(masks, axis=axis))
     forms = [form_of(value) for value in inputs]
     reference = np.concatenate([form.reference for form in forms], axis=axis)
-    reach = np.concatenate([form.reach for form in forms], axis=axis)
+    error_bound = np.concatenate([form.error_bound for form in forms], axis=axis)
     operands, offset = [], 0
     for form in forms:
         if form.place is not None:
@@ -132,7 +134,7 @@ def concat_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Operand:
         each = zip(parts, forms, strict=True)
         whole = [np.zeros(form.shape) if own is None else own for own, form in each]
         add_versions(walk, node, np.concatenate(whole, axis=axis))
-    return Form(reference, reach, walk.tape.add(TapeEntry(reach, tuple(operands))))
+    return Form(reference, error_bound, walk.tape.add(TapeEntry(error_bound, tuple(operands))))
 
 
 def add_versions(walk: Walk, node: Node, own: Floats | None) -> None:
@@ -141,7 +143,7 @@ def add_versions(walk: Walk, node: Node, own: Floats | None) -> None:
         walk.versions[node.name] = Version(own)
 
 
-def _taken(axis: int, offset: int, size: int) -> Pull:
+def _taken(axis: int, offset: int, size: int) -> VJP:
     return lambda a: part(a, axis, offset, size)
 
 
@@ -156,10 +158,10 @@ def view_bounds(context: Context, node: Node) -> None:
         lost = gamma(view.copies + 4, UNIT)
         e, d = (raised(view.moved(magnitude(part)) * lost) + TINY for part in (x.e, x.d))
 
-    def pull(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
+    def vjp(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
         return [(x.place, f.map(lambda a: viewed(a, view)))]
 
-    context.write(node, reference, pull, Added(none, e), Added(none, d))
+    context.write(node, reference, vjp, Added(none, e), Added(none, d))
     origin = context.origins.get(node.inputs[0])
     if origin is not None:
         context.origins[node.name] = replace(origin, index=view.moved(origin.index))
@@ -171,7 +173,7 @@ def concat_bounds(context: Context, node: Node) -> None:
     operands = [context.operand(node, k) for k in range(len(node.inputs))]
     reference = np.concatenate([x.reference for x in operands], axis=axis)
 
-    def pull(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
+    def vjp(f: FunctionalBatch) -> list[tuple[int, FunctionalBatch]]:
         found, offset = [], 0
         for x in operands:
             size = x.shape[axis]
@@ -182,16 +184,16 @@ def concat_bounds(context: Context, node: Node) -> None:
         return found
 
     none = nothing(reference.shape)
-    context.write(node, reference, pull, none, none)
+    context.write(node, reference, vjp, none, none)
 
 
-def cast_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def cast_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return x in the format of the node."""
     node.attrs.exactly()
-    return recast(scene, node, numeric(inputs[0]))
+    return recast(problem, node, numeric(inputs[0]))
 
 
-def relu_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def relu_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return max(x, 0): no rounding, and no new drift where the sign is known."""
     node.attrs.exactly()
     x = numeric(inputs[0])
@@ -204,7 +206,7 @@ def relu_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     return reduce(t, i, Box(lo, hi), x.own)
 
 
-def neg_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def neg_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return -x."""
     node.attrs.exactly()
     x = numeric(inputs[0])
@@ -215,19 +217,19 @@ def cast_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return x cast to the format of the node, unchanged if the format holds all its values."""
     node.attrs.exactly()
     x, form = form_of(inputs[0]), target(walk.kernel, node)
-    nodes = walk.scene.block.named
-    read = walk.kernel.reads(nodes, nodes[node.name].inputs[0], walk.scene.handed)
+    nodes = walk.problem.block.named
+    read = walk.kernel.reads(nodes, nodes[node.name].inputs[0], walk.problem.handed)
     if all(form.holds(other) for other in read):
         if x.place is None:
             return known_form(x.reference)
-        place = walk.tape.add(TapeEntry(x.reach, ((x.place, lambda a: a),)))
+        place = walk.tape.add(TapeEntry(x.error_bound, ((x.place, lambda a: a),)))
         own = walk.own(node, 0)
         if own is not None:
             walk.versions[node.name] = Version(own)
-        return Form(x.reference, x.reach, place, x.origin, cases=x.cases)
+        return Form(x.reference, x.error_bound, place, x.origin, cases=x.cases)
     widest = max(read, key=lambda other: other.precision)
-    pulls = operands_of((x, lambda a: a))
-    formed = Formed(x.reference, x.reach, pulls, np.zeros(x.shape), cases=x.cases)
+    vjps = operands_of((x, lambda a: a))
+    formed = Formed(x.reference, x.error_bound, vjps, np.zeros(x.shape), cases=x.cases)
     return settle_form(walk, node, replace(formed, own=walk.own(node, 0)), form, widest)
 
 
@@ -238,9 +240,9 @@ def neg_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if x.place is None:
         return known_form(-x.reference)
     minus = np.full(x.shape, -1.0)
-    entry = TapeEntry(x.reach, ((x.place, lambda a: a.times(minus)),))
+    entry = TapeEntry(x.error_bound, ((x.place, lambda a: a.times(minus)),))
     add_versions(walk, node, walk.own(node, 0))
-    return Form(-x.reference, x.reach, walk.tape.add(entry))
+    return Form(-x.reference, x.error_bound, walk.tape.add(entry))
 
 
 def relu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -249,17 +251,17 @@ def relu_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     x = form_of(inputs[0])
     if x.place is None:
         return known_form(np.maximum(x.reference, 0.0))
-    sure = np.abs(x.reference) > x.reach
+    sure = np.abs(x.reference) > x.error_bound
     on = (sure & (x.reference > 0)).astype(np.float64)
-    lo = np.maximum(box.add_down(x.reference, -x.reach), 0.0)
-    hi = np.maximum(box.add_up(x.reference, x.reach), 0.0)
+    lo = np.maximum(box.add_down(x.reference, -x.error_bound), 0.0)
+    hi = np.maximum(box.add_up(x.reference, x.error_bound), 0.0)
     reference = np.where(sure, np.maximum(x.reference, 0.0), lo / 2 + hi / 2)
     half = np.maximum(box.add_up(hi, -reference), box.add_up(reference, -lo))
     radius = np.where(sure, 0.0, raised(half) + TINY)
-    reach = np.where(sure, on * x.reach, radius)
-    entry = TapeEntry(reach, ((x.place, lambda a: a.times(on)),), radius)
+    error_bound = np.where(sure, on * x.error_bound, radius)
+    entry = TapeEntry(error_bound, ((x.place, lambda a: a.times(on)),), radius)
     add_versions(walk, node, walk.own(node, 0))
-    return Form(reference, reach, walk.tape.add(entry))
+    return Form(reference, error_bound, walk.tape.add(entry))
 
 
 def relu_bounds(context: Context, node: Node) -> None:

@@ -9,12 +9,20 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
-from kcdsl_certs.recheck.affine.storing import Formed, settle_form
+from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
 from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Block, Node
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, Box, Floats, raised
-from kcdsl_certs.recheck.interval.state import Scene, State, Value, numeric, reduce, stored, target
+from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
+    State,
+    Value,
+    numeric,
+    reduce,
+    stored,
+    target,
+)
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import operands_of, times
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
@@ -72,28 +80,28 @@ def _source(block: Block, start: str) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def cache_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def cache_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return keys or values as they are read back; the operand where a kernel has no cache."""
     node.attrs.exactly("part", "source")
-    if scene.rows is not None:
+    if problem.rows is not None:
         raise Rejected("bound/not-finite", "a cache of sequences of any length")
     x = numeric(inputs[0])
     held, moved, sides = [], [], []
-    for kernel, own in ((scene.train, x.t), (scene.infer, x.i)):
+    for kernel, own in ((problem.train, x.t), (problem.infer, x.i)):
         found = coded(kernel, node, own)
         held.append(own if found is None else found[0])
         moved.append(box.zeros(x.shape) if found is None else found[1])
     drift = box.add(x.d, box.sub(moved[1], moved[0]))
     drift = box.meet(drift, box.sub(held[1], held[0]))
-    for kernel, value in ((scene.train, held[0]), (scene.infer, held[1])):
+    for kernel, value in ((problem.train, held[0]), (problem.infer, held[1])):
         if kernel.cache is None:
             sides.append((value, box.zeros(x.shape)))
         else:
             nothing = np.zeros(x.shape)
             sides.append(stored(kernel, target(kernel, node), value, nothing, kernel.inner))
     (t, wrong_t), (i, wrong_i) = sides
-    if scene.errors is not None:
-        scene.errors[node.name] = (wrong_t, wrong_i)
+    if problem.errors is not None:
+        problem.errors[node.name] = (wrong_t, wrong_i)
     return reduce(t, i, box.add(drift, box.sub(wrong_i, wrong_t)))
 
 
@@ -158,11 +166,11 @@ def cache_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if found is None:
         if x.place is None:
             return known_form(x.reference)
-        place = walk.tape.add(TapeEntry(x.reach, ((x.place, lambda a: a),)))
+        place = walk.tape.add(TapeEntry(x.error_bound, ((x.place, lambda a: a),)))
         own = walk.own(node, 0)
         if own is not None:
             walk.versions[node.name] = Version(own)
-        return Form(x.reference, x.reach, place, cases=x.cases)
+        return Form(x.reference, x.error_bound, place, cases=x.cases)
     value, off = found
     error = box.mag(off)
     middle = value.lo / 2 + value.hi / 2
@@ -172,7 +180,7 @@ def cache_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = np.where(flat, middle, x.reference)
     operands = operands_of((x, times(keep, x.shape)))
     radius = raised(np.where(flat, half, error)) + TINY
-    formed = Formed(reference, x.reach * keep, operands, radius, own=walk.own(node, 0))
+    formed = Formed(reference, x.error_bound * keep, operands, radius, own=walk.own(node, 0))
     return settle_form(walk, node, formed, target(kernel, node), kernel.inner)
 
 

@@ -10,10 +10,10 @@ from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Bools, Box, Floats
 from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
     Own,
     Probabilities,
     Rows,
-    Scene,
     State,
     Value,
     numeric,
@@ -26,7 +26,7 @@ from kcdsl_certs.recheck.ops.attention import probabilities, rope
 from kcdsl_certs.recheck.ops.linear.matmul import check_product
 
 
-def context_interval(scene: Scene, node: Node, p: Probabilities, v: State) -> State:
+def context_interval(problem: DriftProblem, node: Node, p: Probabilities, v: State) -> State:
     """Return the probabilities times the values."""
     node.attrs.exactly()
     check_product(p.shape, v.shape)
@@ -38,11 +38,11 @@ def context_interval(scene: Scene, node: Node, p: Probabilities, v: State) -> St
     y_t = box.meet(box.matmul(p.star.t, v.t), values_t)
     y_i = box.meet(box.matmul(p.star.i, v.i), hull(v.i, p.allowed))
     errors = (
-        _context_error(scene.train, p.star.t, p.rounding_t, v.t, y_t),
-        _context_error(scene.infer, p.star.i, p.rounding_i, v.i, y_i),
+        _context_error(problem.train, p.star.t, p.rounding_t, v.t, y_t),
+        _context_error(problem.infer, p.star.i, p.rounding_i, v.i, y_i),
     )
-    inner = scene.train.accumulate, scene.infer.accumulate
-    return settle(scene, node, (y_t, y_i, box.add(carried, moved)), errors, inner)
+    inner = problem.train.accumulate, problem.infer.accumulate
+    return settle(problem, node, (y_t, y_i, box.add(carried, moved)), errors, inner)
 
 
 def _centres(v: Box) -> tuple[Floats, Floats]:
@@ -83,22 +83,22 @@ def hull(v: Box, allowed: Bools) -> Box:
 _CHUNK = 512  # positions at a time
 
 
-def at_any_length(scene: Scene, node: Node, inputs: list[Value]) -> Value | None:
+def at_any_length(problem: DriftProblem, node: Node, inputs: list[Value]) -> Value | None:
     """Return the value of a node with a rule of its own at any length; None for all others."""
-    rows = scene.rows
+    rows = problem.rows
     if rows is None:
         return None
     if node.op == "softmax" and KEY in rows.marks[node.name]:
-        return probabilities_at_any_length(scene, node, inputs, rows.longest)
+        return probabilities_at_any_length(problem, node, inputs, rows.longest)
     if node.op == "matmul" and node.role == "context":
-        return context_at_any_length(scene, node, inputs, rows.longest)
+        return context_at_any_length(problem, node, inputs, rows.longest)
     if node.op == "rope":
-        return rotation(scene, node, inputs, rows)
+        return rotation(problem, node, inputs, rows)
     return None
 
 
 def probabilities_at_any_length(
-    scene: Scene, node: Node, inputs: list[Value], longest: int
+    problem: DriftProblem, node: Node, inputs: list[Value], longest: int
 ) -> Probabilities:
     """Return the softmax over any number of columns that have the same box of scores.
 
@@ -114,8 +114,8 @@ def probabilities_at_any_length(
     everywhere = np.ones(scores.shape, dtype=np.bool_)
     single, total = [], []
     for kernel, read, own in (
-        (scene.train, scores.t, scores.own[0]),
-        (scene.infer, scores.i, scores.own[1]),
+        (problem.train, scores.t, scores.own[0]),
+        (problem.infer, scores.i, scores.own[1]),
     ):
         theta = probabilities.relative_rounding(kernel, read, everywhere, longest, own)
         single.append(np.broadcast_to(_misplaced(kernel, theta, 1), scores.shape))
@@ -125,8 +125,8 @@ def probabilities_at_any_length(
         box.widen(star.i, single[1]),
         box.widen(star.d, box.up(single[0] + single[1])),
         (
-            None if scene.train.stepped else box.up(1 + single[0]),
-            None if scene.infer.stepped else box.up(1 + single[1]),
+            None if problem.train.stepped else box.up(1 + single[0]),
+            None if problem.infer.stepped else box.up(1 + single[1]),
         ),
     )
     return Probabilities(star, most, single[0], single[1], allowed, stored, (total[0], total[1]))
@@ -142,7 +142,9 @@ def _misplaced(kernel: KernelNumerics, theta: Floats, columns: int) -> Floats:
     return found
 
 
-def context_at_any_length(scene: Scene, node: Node, inputs: list[Value], longest: int) -> State:
+def context_at_any_length(
+    problem: DriftProblem, node: Node, inputs: list[Value], longest: int
+) -> State:
     """Return probabilities at any length times values that all have the same box."""
     node.attrs.exactly()
     p = inputs[0]
@@ -156,14 +158,14 @@ def context_at_any_length(scene: Scene, node: Node, inputs: list[Value], longest
     errors = [
         np.broadcast_to(_error(kernel, off, values, longest), shape)
         for kernel, off, values in (
-            (scene.train, p.total[0], one.t),
-            (scene.infer, p.total[1], one.i),
+            (problem.train, p.total[0], one.t),
+            (problem.infer, p.total[1], one.i),
         )
     ]
     drift = box.add(one.d, box.around(moved))
     exact = _filled(one.t, shape), _filled(one.i, shape), _filled(drift, shape)
-    inner = scene.train.accumulate, scene.infer.accumulate
-    return settle(scene, node, exact, (errors[0], errors[1]), inner)
+    inner = problem.train.accumulate, problem.infer.accumulate
+    return settle(problem, node, exact, (errors[0], errors[1]), inner)
 
 
 def _widest(v: Box) -> Box:
@@ -185,7 +187,7 @@ def _error(kernel: KernelNumerics, off: Floats, values: Box, longest: int) -> Fl
     return box.up(wrong + sums)
 
 
-def rotation(scene: Scene, node: Node, inputs: list[Value], rows: Rows) -> State:
+def rotation(problem: DriftProblem, node: Node, inputs: list[Value], rows: Rows) -> State:
     """Return the hull of the rotations by all positions."""
     node.attrs.exactly()
     x = numeric(inputs[0])
@@ -200,7 +202,7 @@ def rotation(scene: Scene, node: Node, inputs: list[Value], rows: Rows) -> State
     for start in range(0, rows.longest, _CHUNK):
         some = slice(start, start + _CHUNK)
         c, s = (_rows_of(table, some) for table in (cos, sin))
-        exact, errors = rope.rotated(scene, first, c, s)
+        exact, errors = rope.rotated(problem, first, c, s)
         boxes = [_widest(part) for part in exact]
         turned = [
             rope.rotated_own(one, table_c.lo, table_s.lo)
@@ -219,7 +221,7 @@ def rotation(scene: Scene, node: Node, inputs: list[Value], rows: Rows) -> State
         wrong_t, wrong_i = np.maximum(wrong_t, more[3]), np.maximum(wrong_i, more[4])
     errors = np.broadcast_to(wrong_t, x.shape), np.broadcast_to(wrong_i, x.shape)
     exact = _filled(t, x.shape), _filled(i, x.shape), _filled(d, x.shape)
-    return settle(scene, node, exact, errors, own=(own[0], own[1]))
+    return settle(problem, node, exact, errors, own=(own[0], own[1]))
 
 
 def _rows_of(table: State, some: slice) -> State:

@@ -10,14 +10,14 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded, merged
 from kcdsl_certs.recheck.affine.form import Form, Operand, Turned, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
-from kcdsl_certs.recheck.affine.storing import Formed
-from kcdsl_certs.recheck.affine.tape import Pull
+from kcdsl_certs.recheck.affine.result_rounding import Formed
+from kcdsl_certs.recheck.affine.tape import VJP
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
 from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
     Own,
-    Scene,
     State,
     Value,
     by,
@@ -33,15 +33,15 @@ from kcdsl_certs.recheck.ops.arithmetic import operands_of, settled, underflow
 from kcdsl_certs.recheck.ops.operation import Operation
 
 
-def rope_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def rope_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return x * cos + concat(-x[…, h:], x[…, :h]) * sin."""
     node.attrs.exactly()
     x, cos, sin = (numeric(value) for value in inputs)
     if x.shape[-1] % 2 or not (cos.t.point and cos.i.point and sin.t.point and sin.i.point):
         raise Rejected("rule/rope", "rope needs an even last dimension and known tables")
-    exact, errors = rotated(scene, x, cos, sin)
+    exact, errors = rotated(problem, x, cos, sin)
     own = rotated_own(x.own[0], cos.t.lo, sin.t.lo), rotated_own(x.own[1], cos.i.lo, sin.i.lo)
-    return settle(scene, node, exact, errors, own=own)
+    return settle(problem, node, exact, errors, own=own)
 
 
 def rotated_own(own: Own, cos: Floats, sin: Floats) -> Own:
@@ -54,7 +54,7 @@ def rotated_own(own: Own, cos: Floats, sin: Floats) -> Own:
 
 
 def rotated(
-    scene: Scene, x: State, cos: State, sin: State
+    problem: DriftProblem, x: State, cos: State, sin: State
 ) -> tuple[tuple[Box, Box, Box], tuple[Floats, Floats]]:
     """Return the rotated boxes before storing, and E of both kernels; the tables are points."""
     turned = State(_rotate(x.t), _rotate(x.i), _rotate(x.d))
@@ -63,8 +63,8 @@ def rotated(
     by_cos = box.add(box.mul(x.d, cos.i), box.mul(x.t, box.sub(cos.i, cos.t)))
     by_sin = box.add(box.mul(turned.d, sin.i), box.mul(turned.t, box.sub(sin.i, sin.t)))
     errors = (
-        rope_error(scene.train, x.t, turned.t, cos.t.lo, sin.t.lo),
-        rope_error(scene.infer, x.i, turned.i, cos.i.lo, sin.i.lo),
+        rope_error(problem.train, x.t, turned.t, cos.t.lo, sin.t.lo),
+        rope_error(problem.infer, x.i, turned.i, cos.i.lo, sin.i.lo),
     )
     return (y_t, y_i, box.add(by_cos, by_sin)), errors
 
@@ -104,14 +104,14 @@ def rope_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         raise Rejected("rule/rope", "rope needs an even last dimension and known tables")
     h = x.shape[-1] // 2
     turned = np.concatenate([-x.reference[..., h:], x.reference[..., :h]], axis=-1)
-    far = np.concatenate([x.reach[..., h:], x.reach[..., :h]], axis=-1)
+    far = np.concatenate([x.error_bound[..., h:], x.error_bound[..., :h]], axis=-1)
     c, s = np.broadcast_to(cos.reference, x.shape), np.broadcast_to(sin.reference, x.shape)
     reference = x.reference * c + turned * s
-    carried = raised(x.reach * np.abs(c) + far * np.abs(s))
+    carried = raised(x.error_bound * np.abs(c) + far * np.abs(s))
     own = 4 * UNIT * (np.abs(x.reference * c) + np.abs(turned * s)) + TINY
     apart = walk.own(node, 0)
-    wide = x if apart is None else replace(x, reach=raised(x.reach + apart))
-    far_wide = np.concatenate([wide.reach[..., h:], wide.reach[..., :h]], axis=-1)
+    wide = x if apart is None else replace(x, error_bound=raised(x.error_bound + apart))
+    far_wide = np.concatenate([wide.error_bound[..., h:], wide.error_bound[..., :h]], axis=-1)
     around = box.widen(box.exact(turned), far_wide)
     error = rope_error(walk.kernel, wide.box, around, c, s)
     own = own + gamma(8, UNIT) * carried
@@ -148,17 +148,17 @@ def rope_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     return replace(form, turned=Turned(x.origin, by_cos, by_sin, rest, index))
 
 
-def _turned(cos: Floats, sin: Floats) -> Pull:
+def _turned(cos: Floats, sin: Floats) -> VJP:
     """Return the adjoint map of rope: α·cos, plus α·sin rotated back."""
     h = cos.shape[-1] // 2
 
-    def pull(adjoint: Adjoint) -> Adjoint:
+    def vjp(adjoint: Adjoint) -> Adjoint:
         wide = embedded(adjoint, (*adjoint.start[:-1], 0), (*adjoint.extent[:-1], cos.shape[-1]))
         by_sin = wide.times(sin).values
         back = np.concatenate([by_sin[..., h:], -by_sin[..., :h]], axis=-1)
         return merged(wide.times(cos), Adjoint(back, wide.start))
 
-    return pull
+    return vjp
 
 
 def rope_bounds(context: Context, node: Node) -> None:
@@ -170,7 +170,7 @@ def rope_bounds(context: Context, node: Node) -> None:
     change = infer[0] - train[0], infer[1] - train[1]
     moves = bool(change[0].any() or change[1].any())
 
-    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
+    def vjp(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else _back(f.e, train)
         if f.d is None:
             return ((x.place, FunctionalBatch(e, None)),)
@@ -184,7 +184,7 @@ def rope_bounds(context: Context, node: Node) -> None:
     context.write(
         node,
         _rotated(x.reference, train),
-        pull,
+        vjp,
         Added(np.zeros(x.shape), raised(lost * _sizes(own, train)) + TINY),
         Added(_rotated(x.reference, change), raised(lost * moved) + TINY),
     )

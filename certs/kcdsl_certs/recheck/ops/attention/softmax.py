@@ -11,12 +11,19 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import cases, reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine.form import Form, Operand, StepRemainder, Walk, form_of
-from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Pull, TapeEntry
+from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import VJP, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
-from kcdsl_certs.recheck.interval.state import Probabilities, Scene, Value, gamma, numeric, reduce
+from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
+    Probabilities,
+    Value,
+    gamma,
+    numeric,
+    reduce,
+)
 from kcdsl_certs.recheck.linear_bounds.context import (
     DEVIATION,
     DRIFT,
@@ -39,7 +46,7 @@ from kcdsl_certs.recheck.ops.attention.probabilities import (
 from kcdsl_certs.recheck.ops.operation import Operation
 
 
-def softmax_interval(scene: Scene, node: Node, inputs: list[Value]) -> Probabilities:
+def softmax_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> Probabilities:
     """Return softmax over the last dimension, over the columns that the mask allows."""
     node.attrs.exactly()
     scores = numeric(inputs[0])
@@ -47,15 +54,15 @@ def softmax_interval(scene: Scene, node: Node, inputs: list[Value]) -> Probabili
     p_t, p_i = probabilities(scores.t, allowed), probabilities(scores.i, allowed)
     drift = probability_drift(p_t, scores.d, allowed)
     star = reduce(p_t, p_i, drift)
-    b_t = softmax_rounding(scene.train, scores.t, star.t.hi, allowed, scores.own[0])
-    b_i = softmax_rounding(scene.infer, scores.i, star.i.hi, allowed, scores.own[1])
+    b_t = softmax_rounding(problem.train, scores.t, star.t.hi, allowed, scores.own[0])
+    b_i = softmax_rounding(problem.infer, scores.i, star.i.hi, allowed, scores.own[1])
     stored = reduce(
         box.widen(star.t, b_t),
         box.widen(star.i, b_i),
         box.widen(star.d, box.up(b_t + b_i)),
         (
-            None if scene.train.stepped else box.up(box.add_up(star.t.hi, -star.t.lo) + b_t),
-            None if scene.infer.stepped else box.up(box.add_up(star.i.hi, -star.i.lo) + b_i),
+            None if problem.train.stepped else box.up(box.add_up(star.t.hi, -star.t.lo) + b_t),
+            None if problem.infer.stepped else box.up(box.add_up(star.i.hi, -star.i.lo) + b_i),
         ),
     )
     variation = total_variation(star.d, scores.d, allowed)
@@ -75,7 +82,7 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     allowed = allowed_columns(list(inputs[1:]), scores.shape)
     p, wrong = _reference(scores.reference, allowed)
     n = p.shape[-1]
-    usual = _row(p * scores.reach)
+    usual = _row(p * scores.error_bound)
     c = _centred(walk, node, p, wrong, allowed)
     if not bool((c < _FARTHEST).all()):
         raise Rejected("bound/not-finite", "the scores of a softmax drift too far")
@@ -85,30 +92,30 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     # the numerator, up to multiples of p, which Π removes
     middle = p * (above - below) / 2
     radius = raised(p * (above + below) / 2 * (1 + 8 * wrong) + 4 * wrong * p * size)
-    radius = raised(radius + gamma(2, UNIT) * p * scores.reach) + TINY
-    numerator_reach = raised(p * (scores.reach + above + below) + radius)
+    radius = raised(radius + gamma(2, UNIT) * p * scores.error_bound) + TINY
+    numerator_error = raised(p * (scores.error_bound + above + below) + radius)
     # p e^t/Z and p/Z are at most 1, but adjoint roundings scale with p e, which Π removes; in
-    # passes for norms they are a share of the whole reach
-    rounds = 2.0**36 * gamma(n + 3, UNIT) * numerator_reach
-    numerator_reach = np.minimum(numerator_reach, np.maximum(1 + 2.0**-40, rounds))
-    operands: tuple[tuple[int, Pull], ...] = ()
+    # passes for norms they are a share of the whole error bound
+    rounds = 2.0**36 * gamma(n + 3, UNIT) * numerator_error
+    numerator_error = np.minimum(numerator_error, np.maximum(1 + 2.0**-40, rounds))
+    operands: tuple[tuple[int, VJP], ...] = ()
     if scores.place is not None:
         operands = ((scores.place, _times(p)),)
-    numerator = walk.tape.add(TapeEntry(numerator_reach, operands, radius, middle))
+    numerator = walk.tape.add(TapeEntry(numerator_error, operands, radius, middle))
     # the map Π, with the error of the float64 p
-    carried = raised(numerator_reach + p * _row(numerator_reach))
-    own = p * wrong * (1 + 4 * (scores.reach + usual) + 2 * moved)
+    carried = raised(numerator_error + p * _row(numerator_error))
+    own = p * wrong * (1 + 4 * (scores.error_bound + usual) + 2 * moved)
     own = raised(own + gamma(n + 3, UNIT) * carried)
     own = np.where(allowed, own + TINY, 0.0)
-    reach = np.minimum(1.0, raised(_largest_change(p, c, wrong) + own))
-    high = np.minimum(1.0, raised(p * (1 + wrong) + reach))
+    error_bound = np.minimum(1.0, raised(_largest_change(p, c, wrong) + own))
+    high = np.minimum(1.0, raised(p * (1 + wrong) + error_bound))
     error = _error(walk, scores, high, allowed, walk.own(node, 0))
     formed = Formed(
         p,
         carried,
         ((numerator, _project(p, allowed)),),
         raised(own + error),
-        within=raised(reach + error) + TINY,
+        within=raised(error_bound + error) + TINY,
         sure=~allowed,
     )
     fused = walk.kernel.fused
@@ -118,7 +125,7 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         return replace(form, allowed=allowed)
     steps = None if form.steps is None else _chosen(scores, form, form.steps, allowed, error)
     # the map Π leaves Σ num·(1 - Σp) of a row; 1 - Σp is bounded by the error of p
-    lost = 2 * wrong[..., :1] * _row(numerator_reach)
+    lost = 2 * wrong[..., :1] * _row(numerator_error)
     balance = _balance(walk, form, lost)
     return replace(form, allowed=allowed, steps=steps, balance=balance)
 
@@ -161,9 +168,9 @@ def _reference(scores: Floats, allowed: Bools) -> tuple[Floats, Floats]:
 def _centred(walk: Walk, node: Node, p: Floats, wrong: Floats, allowed: Bools) -> Floats:
     """Return c ≥ |e - p·e| over the allowed columns, 0 elsewhere."""
     scores = form_of(walk.forms[node.inputs[0]])
-    usual = _row(p * scores.reach)
-    plain = raised(scores.reach + usual)
-    if scores.place is None or not scores.reach.any():
+    usual = _row(p * scores.error_bound)
+    plain = raised(scores.error_bound + usual)
+    if scores.place is None or not scores.error_bound.any():
         return np.where(allowed, plain, 0.0)
     found = plain.copy()
     for floor in walk.tape.floors:
@@ -176,7 +183,7 @@ def _centred(walk: Walk, node: Node, p: Floats, wrong: Floats, allowed: Bools) -
             functionals[np.arange(columns.size), columns] = 1.0
             bounds = reverse_passes.along(walk, scores, row, functionals - p[row], floor)
             found[some] = np.minimum(found[some], bounds)
-    found = raised(found + 4 * wrong * (scores.reach + usual) + TINY)
+    found = raised(found + 4 * wrong * (scores.error_bound + usual) + TINY)
     single = allowed.sum(axis=-1, keepdims=True) == 1
     return np.where(allowed & ~single, np.minimum(found, plain), 0.0)
 
@@ -252,7 +259,7 @@ def _error(walk: Walk, scores: Form, high: Floats, allowed: Bools, own: Floats |
     """
     kernel, around = walk.kernel, scores.box
     if own is not None:
-        around = replace(scores, reach=raised(scores.reach + own)).box
+        around = replace(scores, error_bound=raised(scores.error_bound + own)).box
     if kernel.fused:
         return softmax_rounding(kernel, around, high, allowed, own)
     theta = relative_rounding(kernel, around, allowed)
@@ -262,18 +269,18 @@ def _error(walk: Walk, scores: Form, high: Floats, allowed: Bools, own: Floats |
     return np.where(allowed, raised(theta * box.lifted(high) + ZETA), 0.0)
 
 
-def _times(p: Floats) -> Pull:
+def _times(p: Floats) -> VJP:
     return lambda a: a.times(p)
 
 
-def _project(p: Floats, allowed: Bools) -> Pull:
+def _project(p: Floats, allowed: Bools) -> VJP:
     """Return the pullback of Πy = y - pΣy: α - (α·p). For one row it omits the columns at either
     end that are masked in all heads: there, y is zero."""
     n, allowed = p.shape[-1], np.atleast_2d(allowed)
     some = np.asarray(allowed.reshape(-1, *allowed.shape[-2:]).any(axis=0))
     firsts, lasts = some.argmax(axis=-1), n - some[:, ::-1].argmax(axis=-1)
 
-    def pull(adjoint: Adjoint) -> Adjoint:
+    def vjp(adjoint: Adjoint) -> Adjoint:
         first, last = 0, n
         if adjoint.extent[-2:-1] == (1,):
             t, columns = adjoint.start[-2], adjoint.window[-1]
@@ -283,7 +290,7 @@ def _project(p: Floats, allowed: Bools) -> Pull:
         along = (whole.values * p[whole.window]).sum(axis=-1, keepdims=True)
         return Adjoint(whole.values - along, whole.start)
 
-    return pull
+    return vjp
 
 
 def softmax_bounds(context: Context, node: Node) -> None:
@@ -331,7 +338,7 @@ def softmax_bounds(context: Context, node: Node) -> None:
         )
     )
 
-    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
+    def vjp(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else _projected(f.e, p)
         d = None if f.d is None else _projected(f.d, q)
         return ((numerator, FunctionalBatch(e, d)),)
@@ -343,7 +350,7 @@ def softmax_bounds(context: Context, node: Node) -> None:
     context.write(
         node,
         p,
-        pull,
+        vjp,
         Added(none, raised(off_e + own) + TINY),
         Added(none, raised(off_d + value.rounding_t + value.rounding_i) + TINY),
     )

@@ -37,7 +37,7 @@ class Straight:
     """[heads, T, d] as heads of a linear: W_h [heads, d, n], ρ_x and |o| [heads, T, …]."""
 
     weight: Floats
-    reach: Floats
+    error_bound: Floats
     rest: Floats
     source: str
     rows: list[list[Row]]
@@ -46,7 +46,7 @@ class Straight:
 
 def radius_of(entry: TapeEntry) -> Floats:
     """Return |o| ≤ |centre| + radius of an entry, element by element."""
-    found = np.zeros(entry.reach.shape) if entry.radius is None else entry.radius
+    found = np.zeros(entry.error_bound.shape) if entry.radius is None else entry.radius
     return found if entry.centre is None else found + np.abs(entry.centre)
 
 
@@ -59,12 +59,12 @@ def split(walk: Walk, origin: Origin, index: NDArray[np.int64]) -> Straight | No
     if (rows != rows[..., :1]).any() or (columns != columns[:, :1]).any():
         return None
     source = form_of(walk.forms[origin.source])
-    reach = source.reach.reshape(-1, origin.weight.shape[1])
+    error_bound = source.error_bound.reshape(-1, origin.weight.shape[1])
     weight, rest = origin.weight[columns[:, 0]], origin.rest[rows, columns]
     known = {} if source.place is None else walk.tape.entries[source.place].ellipsoids
     places = list(np.ndindex(*source.shape[:-1]))
     named = [[places[i] for i in head] for head in rows[..., 0]]
-    return Straight(weight, reach[rows[..., 0]], rest, origin.source, named, known)
+    return Straight(weight, error_bound[rows[..., 0]], rest, origin.source, named, known)
 
 
 def values(walk: Walk, v: Form, shape: tuple[int, ...]) -> Straight | None:
@@ -144,7 +144,9 @@ def _rotated(walk: Walk, turned: Turned, index: NDArray[np.int64]) -> _Side | No
     trace = c**2 + s**2 + c_other**2 + s_other**2
     spread = np.hypot(c**2 + s**2 - c_other**2 - s_other**2, 2 * (c * s_other - s * c_other))
     stretch = np.sqrt(raised((trace + spread) / 2) + 2.0**-48).max(axis=-1)
-    moved = [product_raised(r, np.abs(w).T) for r, w in zip(below.reach, below.weight, strict=True)]
+    moved = [
+        product_raised(r, np.abs(w).T) for r, w in zip(below.error_bound, below.weight, strict=True)
+    ]
     norms = np.stack([_norms(below, h) for h in range(len(below.weight))])
     added = raised(through(below.rest) + turned.rest)
     side = _Side.of(through(np.stack(moved)), added, norms * stretch)
@@ -168,10 +170,12 @@ def _mixed(q: _Side, k: _Side, h: int) -> Floats:
 
 def _second_order(left: Straight, right: Straight) -> Floats:
     """Return the bound: by the product of both weights, element by element or by norms."""
-    found = np.empty((left.reach.shape[0], left.reach.shape[1], right.reach.shape[1]))
+    found = np.empty(
+        (left.error_bound.shape[0], left.error_bound.shape[1], right.error_bound.shape[1])
+    )
     sides = []
     for part in (left, right):
-        pairs = zip(part.reach, part.weight, strict=True)
+        pairs = zip(part.error_bound, part.weight, strict=True)
         moved = np.stack([product_raised(r, np.abs(w).T) for r, w in pairs])
         norms = np.stack([_norms(part, h) for h in range(len(part.weight))])
         sides.append(_Side.of(moved, part.rest, norms))
@@ -179,42 +183,46 @@ def _second_order(left: Straight, right: Straight) -> Floats:
         w_q, w_k = left.weight[h], right.weight[h]
         middle = np.abs(w_q.T @ w_k)
         middle = middle + gamma(w_q.shape[0] + 4, UNIT) * (np.abs(w_q).T @ np.abs(w_k)) * 2
-        far = product_raised(product_raised(left.reach[h], middle + TINY), right.reach[h].T)
+        far = product_raised(
+            product_raised(left.error_bound[h], middle + TINY), right.error_bound[h].T
+        )
         far = np.minimum(far, np.outer(sides[0].moved_norm[h], sides[1].moved_norm[h]))
         found[h] = far + _mixed(sides[0], sides[1], h)
     return np.asarray(found * (1 + 2.0**-40))
 
 
 def _norms(operand: Straight, h: int) -> Floats:
-    """Return bounds [T] of |W_h e|₂, by the reach of e and by its ellipsoids."""
+    """Return bounds [T] of |W_h e|₂, by the error bound of e and by its ellipsoids."""
     weight = operand.weight[h]
     if reads_many(operand.rest.shape, weight.shape[1]):
-        found = _norms_of_many(weight, operand.reach[h])
+        found = _norms_of_many(weight, operand.error_bound[h])
     else:
-        found = norms_of(weight, operand.reach[h], math.sqrt(weight.shape[1]))
+        found = norms_of(weight, operand.error_bound[h], math.sqrt(weight.shape[1]))
     for t, row in enumerate(operand.rows[h]):
         if row in operand.ellipsoids:
             found[t] = min(found[t], longest(operand.ellipsoids[row], weight))
     return found
 
 
-def _norms_of_many(weight: Floats, reach: Floats) -> Floats:
-    """Return bounds [T] of |W e_t|₂ for |e_t| ≤ reach_t: |e_t|₂ in the measure 1/w, times the
-    largest singular value of W √w, with w the mean of reach² over the rows."""
-    unit = math.ldexp(1.0, min(max(math.frexp(float(reach.max()))[1], -900), 1000))
-    squares = (reach / unit) ** 2
+def _norms_of_many(weight: Floats, error_bound: Floats) -> Floats:
+    """Return bounds [T] of |W e_t|₂ for |e_t| ≤ error_bound_t: |e_t|₂ in the measure 1/w, times the
+    largest singular value of W √w, with w the mean of its squares over the rows."""
+    unit = math.ldexp(1.0, min(max(math.frexp(float(error_bound.max()))[1], -900), 1000))
+    squares = (error_bound / unit) ** 2
     mean = np.maximum(squares.mean(axis=0), 2.0**-100)
-    sums = (squares / mean).sum(axis=-1) * (1 + 2 * gamma(reach.shape[1] + 8, UNIT)) + 2.0**-800
+    sums = (squares / mean).sum(axis=-1) * (
+        1 + 2 * gamma(error_bound.shape[1] + 8, UNIT)
+    ) + 2.0**-800
     return np.asarray(raised(np.sqrt(sums) * norm_of(weight * np.sqrt(mean), unit)))
 
 
-def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
+def context_remainder(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
     """Return the bound of Σ_j e_p,j (α·e_v,j), at most that of the elementwise remainder.
 
-    p is the reach of the probabilities [heads, T, T'], `rest` = p @ (reach of v).
+    p is the error bound of the probabilities [heads, T, T'], `rest` = p @ (error bound of v).
     """
     n = v.weight.shape[-1]
-    pairs = zip(v.reach, v.weight, strict=True)
+    pairs = zip(v.error_bound, v.weight, strict=True)
     by_size = np.stack([product_raised(r, np.abs(w).T) for r, w in pairs])
     lost = by_size * (2 * gamma(v.weight.shape[1] + 8, UNIT)) + v.rest
     slack = 1 + 4 * gamma(n + p.shape[-1] + 64, UNIT)
@@ -225,7 +233,7 @@ def context_curve(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
         for k, h in enumerate(range(heads.start, heads.stop)):
             alpha = adjoint.values[:, k].reshape(-1, adjoint.extent[-1])
             size = np.abs(alpha)
-            pulled = np.abs(alpha @ v.weight[h][columns]) @ v.reach[h].T
+            pulled = np.abs(alpha @ v.weight[h][columns]) @ v.error_bound[h].T
             pulled = pulled + size @ lost[h][:, columns].T
             linear = pulled.reshape(adjoint.batch, rows.stop - rows.start, -1) * p[h][rows]
             plain = size.reshape(adjoint.batch, rows.stop - rows.start, -1) * rest[h][rows, columns]
@@ -270,7 +278,7 @@ class Second:
     """Bounds of second-order terms: of each element in e and in D, or of functionals."""
 
     elements: tuple[Floats, Floats] | None = None
-    curved: Callable[[FunctionalBatch], Floats] | None = None
+    nonlinear: Callable[[FunctionalBatch], Floats] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +294,8 @@ class _Sum:
     def carried(self) -> Floats:
         """Return Σ |P||w|, element by element."""
         found = np.zeros(self.rest.shape)
-        for matrix, reach in self.parts:
-            found = found + reach @ np.swapaxes(np.abs(matrix), -1, -2)
+        for matrix, error_bound in self.parts:
+            found = found + error_bound @ np.swapaxes(np.abs(matrix), -1, -2)
         return raised(found)
 
 
@@ -361,12 +369,12 @@ def _times(a: _Sum, b: _Sum) -> Floats:
     """Return a bound of |u[h, t]·w[h, s]|."""
     far_a, far_b = a.carried(), b.carried()
     found = a.rest @ np.swapaxes(far_b + b.rest, -1, -2) + far_a @ np.swapaxes(b.rest, -1, -2)
-    for p, reach_p in a.parts:
-        for q, reach_q in b.parts:
+    for p, error_p in a.parts:
+        for q, error_q in b.parts:
             back = np.swapaxes(p, -1, -2)
             inner = np.abs(back @ q)
             inner = inner + gamma(p.shape[1] + 8, UNIT) * (np.abs(back) @ np.abs(q))
-            found = found + (reach_p @ inner) @ reach_q.T
+            found = found + (error_p @ inner) @ error_q.T
     return raised(found) + TINY
 
 
@@ -389,13 +397,13 @@ def second_order_context(context: Context, node: Node) -> Second | None:
             alpha = adjoint.values[:, k]  # [B, rows, d']
             far = (u.rest[h] + lost[id(u)][h])[:, columns]
             reached = flat_product(np.abs(alpha), far.T)
-            for matrix, reach in u.parts:
+            for matrix, error_bound in u.parts:
                 pulled = np.abs(flat_product(alpha, matrix[h][columns]))
-                reached = reached + flat_product(pulled, reach.T)
+                reached = reached + flat_product(pulled, error_bound.T)
             found = found + (reached * weight[h, rows]).sum(axis=(1, 2))
         return raised(found)
 
-    def curved(f: FunctionalBatch) -> Floats:
+    def nonlinear(f: FunctionalBatch) -> Floats:
         found = np.zeros(f.batch)
         if f.e is not None:
             found = found + met(f.e, v.e, r)
@@ -403,4 +411,4 @@ def second_order_context(context: Context, node: Node) -> Second | None:
             found = found + met(f.d, v.d, t) + met(f.d, v.m, s)
         return raised(found) + TINY
 
-    return Second(None, curved)
+    return Second(None, nonlinear)

@@ -15,14 +15,14 @@ from kcdsl_certs.recheck.affine.ellipsoids import LinearImage, WeightNorms
 from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
 from kcdsl_certs.recheck.affine.many_rows import Weighted
-from kcdsl_certs.recheck.affine.storing import Early, Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Pull, Shared, TapeEntry, reads_many
+from kcdsl_certs.recheck.affine.result_rounding import Early, Formed, settle_form
+from kcdsl_certs.recheck.affine.tape import VJP, Shared, TapeEntry, reads_many
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, magnitude, raised
 from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
     Own,
-    Scene,
     State,
     Value,
     gamma,
@@ -49,34 +49,34 @@ from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation, quanti
 from kcdsl_certs.recheck.ops.operation import Operation
 
 
-def linear_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def linear_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return x @ weight.T + bias."""
     node.attrs.exactly()
-    key = scene.keys.get(node.inputs[1])
+    key = problem.keys.get(node.inputs[1])
     if key is None:
         raise Rejected("rule/weight", "the weight of a linear must be a parameter")
-    x, shape = numeric(inputs[0]), scene.parameters.shape(key)
+    x, shape = numeric(inputs[0]), problem.parameters.shape(key)
     if len(shape) != 2 or len(x.shape) < 2 or x.shape[-1] != shape[1]:
         raise Rejected("graph/shape", "the input does not fit the weight")
-    bias = _bias(scene, node, inputs, shape[0])
-    x_t, away_t = _entering(scene.train, x.t, key)
-    x_i, away_i = _entering(scene.infer, x.i, key)
+    bias = _bias(problem, node, inputs, shape[0])
+    x_t, away_t = _entering(problem.train, x.t, key)
+    x_i, away_i = _entering(problem.infer, x.i, key)
     drift = box.add(x.d, box.sub(away_i, away_t))
-    if (scene.train.activations[0], scene.infer.activations[0]) != ("none", "none"):
+    if (problem.train.activations[0], problem.infer.activations[0]) != ("none", "none"):
         drift = box.meet(drift, box.sub(x_i, x_t))
-    inner = scene.train.accumulate, scene.infer.accumulate
+    inner = problem.train.accumulate, problem.infer.accumulate
     entering, biased = (x, x_t, x_i, drift), len(inputs) == 3
-    parts = () if scene.rho else scene.parameters.parts(key, scene.train, scene.infer)
+    parts = () if problem.rho else problem.parameters.parts(key, problem.train, problem.infer)
     if not parts:
-        found = _products(scene, key, held(scene, key, linear=True), entering, bias, biased)
-        return settle(scene, node, found.exact, found.errors, inner, own=found.own)
+        found = _products(problem, key, held(problem, key, linear=True), entering, bias, biased)
+        return settle(problem, node, found.exact, found.errors, inner, own=found.own)
     each = []
     for rows in parts:
-        weight = known(*scene.parameters.rows(key, rows, scene.train, scene.infer))
+        weight = known(*problem.parameters.rows(key, rows, problem.train, problem.infer))
         t, i, d = (part.map(itemgetter(rows)) for part in bias)
-        each.append(_products(scene, key, weight, entering, (t, i, d), biased))
+        each.append(_products(problem, key, weight, entering, (t, i, d), biased))
     found = _joined(each)
-    return settle(scene, node, found.exact, found.errors, inner, own=found.own)
+    return settle(problem, node, found.exact, found.errors, inner, own=found.own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _joined(parts: list[_Products]) -> _Products:
 
 
 def _products(
-    scene: Scene,
+    problem: DriftProblem,
     key: str,
     weight: State,
     entering: tuple[State, Box, Box, Box],
@@ -129,13 +129,13 @@ def _products(
         _size(x_t, w_t, bias[0], y_t),
         _size(x_i, w_i, bias[1], y_i),
     )
-    lost_t = clipped(scene.train, x.t, weight.t, key)
-    lost_i = clipped(scene.infer, x.i, weight.i, key)
+    lost_t = clipped(problem.train, x.t, weight.t, key)
+    lost_i = clipped(problem.infer, x.i, weight.i, key)
     error_t, own_t = _error(
-        scene.train, x_t, w_t, sizes[0], products[0] if biased else None, key, lost_t
+        problem.train, x_t, w_t, sizes[0], products[0] if biased else None, key, lost_t
     )
     error_i, own_i = _error(
-        scene.infer, x_i, w_i, sizes[1], products[1] if biased else None, key, lost_i
+        problem.infer, x_i, w_i, sizes[1], products[1] if biased else None, key, lost_i
     )
     return _Products((y_t, y_i, d), (error_t, error_i), (own_t, own_i))
 
@@ -145,12 +145,14 @@ def _entering(kernel: KernelNumerics, x: Box, key: str) -> tuple[Box, Box]:
     return quantisers.quantised(kernel, x, quantisation(kernel, x, key), key)
 
 
-def _bias(scene: Scene, node: Node, inputs: list[Value], outputs: int) -> tuple[Box, Box, Box]:
+def _bias(
+    problem: DriftProblem, node: Node, inputs: list[Value], outputs: int
+) -> tuple[Box, Box, Box]:
     """Return the bias of both kernels and its drift: known numbers, or a parameter."""
     if len(inputs) < 3:
         return box.zeros((outputs,)), box.zeros((outputs,)), box.zeros((outputs,))
     bias = numeric(inputs[2])
-    if not (bias.t.point and bias.i.point) and node.inputs[2] not in scene.keys:
+    if not (bias.t.point and bias.i.point) and node.inputs[2] not in problem.keys:
         raise Rejected("rule/weight", "the bias of a linear must be known")
     if bias.shape != (outputs,):
         raise Rejected("graph/shape", "the bias does not fit the weight")
@@ -200,10 +202,10 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     """Return x @ weight.T + bias."""
     node.attrs.exactly()
     kernel = walk.kernel
-    key = walk.scene.keys.get(node.inputs[1])
+    key = walk.problem.keys.get(node.inputs[1])
     if key is None:
         raise Rejected("rule/weight", "the weight of a linear must be a parameter")
-    weight = walk.scene.parameters.linear(key, kernel)
+    weight = walk.problem.parameters.linear(key, kernel)
     before = form_of(inputs[0])
     if len(before.shape) < 2 or before.shape[-1] != weight.shape[1]:
         raise Rejected("graph/shape", "the input does not fit the weight")
@@ -212,7 +214,9 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     n = weight.shape[1]
     size_w, turned = np.abs(weight), weight.T
     product = x.reference @ turned
-    carried = product_raised(x.reach, size_w.T) if x.place is not None else np.zeros(product.shape)
+    carried = (
+        product_raised(x.error_bound, size_w.T) if x.place is not None else np.zeros(product.shape)
+    )
     spread = _spread(walk, key, weight)
     pushed = np.zeros(product.shape) if spread is None else product_raised(x.size, spread.T)
     size_all = size_w if spread is None else raised(size_w + spread)
@@ -287,7 +291,7 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 
 def _by_norms(walk: Walk, node: Node, formed: Formed, weight: Floats) -> LinearImage | None:
-    """Return the bounds of a large linear by norms of its input. They are `far` if its reach is far
+    """Return the bounds of a large linear by norms of its input, `far` if its error bound is far
     above its result in some row: a prover makes no passes for it. None of others."""
     tape = walk.tape
     if not formed.operands or weight.size < _SOME or walk.kernel.stepped or tape.budget is not None:
@@ -310,12 +314,12 @@ def _shared(
     c is the reference of the kernel that was walked first. None if the kernels store weights
     differently; the effect of a bias that they store differently is part of the rest.
     """
-    kernels = walk.scene.train, walk.scene.infer
+    kernels = walk.problem.train, walk.problem.infer
     if not alike(kernels, linear=True):
         return None
     c = walk.first.setdefault(node.name, x.reference)
     size = product_raised(np.abs(c), spread.T)
-    rest = product_raised(raised(np.abs(x.reference - c) + x.reach), spread.T)
+    rest = product_raised(raised(np.abs(x.reference - c) + x.error_bound), spread.T)
     if alike(kernels, linear=False):
         return Shared(node.name, raised(size + around_bias), rest)
     return Shared(node.name, size, raised(rest + around_bias))
@@ -323,10 +327,10 @@ def _shared(
 
 def _spread(walk: Walk, key: str, weight: Floats) -> Floats | None:
     """Return a bound of |other weights of the region - these|; None without a region."""
-    if not walk.scene.rho:
+    if not walk.problem.rho:
         return None
-    wide = held(walk.scene, key, linear=True)
-    return around(weight, wide.t if walk.kernel is walk.scene.train else wide.i)
+    wide = held(walk.problem, key, linear=True)
+    return around(weight, wide.t if walk.kernel is walk.problem.train else wide.i)
 
 
 def _bias_affine(
@@ -336,12 +340,12 @@ def _bias_affine(
     if len(inputs) < 3:
         return None, 0.0
     bias = form_of(inputs[2])
-    moves = bool(walk.scene.rho) and node.inputs[2] in walk.scene.keys
+    moves = bool(walk.problem.rho) and node.inputs[2] in walk.problem.keys
     if bias.place is not None and not moves:
         raise Rejected("rule/weight", "the bias of a linear must be known")
     if bias.shape != (outputs,):
         raise Rejected("graph/shape", "the bias does not fit the weight")
-    return bias.reference, bias.reach if moves else 0.0
+    return bias.reference, bias.error_bound if moves else 0.0
 
 
 def _quantised_affine(walk: Walk, x: Form, key: str) -> Form:
@@ -351,15 +355,15 @@ def _quantised_affine(walk: Walk, x: Form, key: str) -> Form:
     radius = raised(quantisation(walk.kernel, x.box, key)) + TINY
     if walk.kernel.stepped:
         return quantised(walk, x, radius, key)
-    reach = raised(x.reach + radius)
+    error_bound = raised(x.error_bound + radius)
     operands = () if x.place is None else ((x.place, _same),)
     split = only_sure(radius)
     form, scale = walk.kernel.activations
     uncut = walk.kernel.amax_limit == math.inf
     if uncut and scale not in ("mx", "nvfp4") and form not in ("uint8", "int8_full"):
         split = only_sure(np.zeros(radius.shape)).with_one(radius)
-    entry = TapeEntry(reach, operands, radius, split=split)
-    return Form(x.reference, reach, walk.tape.add(entry))
+    entry = TapeEntry(error_bound, operands, radius, split=split)
+    return Form(x.reference, error_bound, walk.tape.add(entry))
 
 
 def _same(adjoint: Adjoint) -> Adjoint:
@@ -367,16 +371,16 @@ def _same(adjoint: Adjoint) -> Adjoint:
 
 
 _SOME, _MANY = 2**20, 2**21  # weights: for norms of rows, and for far more than the result
-_FAR, _FAR_OF_TRAINING = 7.5, 0.95  # ratios of reach and result, less than those of a prover
+_FAR, _FAR_OF_TRAINING = 7.5, 0.95  # ratios of error bound and result, less than those of a prover
 _HELD = 2**22  # numbers in cached products, beside the last one
 
 
-def _through(weight: Floats) -> Pull:
+def _through(weight: Floats) -> VJP:
     """Return the pullback of x @ weight.T, which caches its last products for single rows: those of
     other rows are often the same."""
     last: list[tuple[Floats, slice, Floats]] = []
 
-    def pull(adjoint: Adjoint) -> Adjoint:
+    def vjp(adjoint: Adjoint) -> Adjoint:
         columns = adjoint.window[-1]
         alone = adjoint.values.size == adjoint.batch * adjoint.extent[-1]
         flat = adjoint.values.reshape(-1, adjoint.extent[-1])
@@ -395,7 +399,7 @@ def _through(weight: Floats) -> Pull:
         values = found.reshape(adjoint.batch, *adjoint.extent[:-1], weight.shape[1])
         return Adjoint(values, (*adjoint.start[:-1], 0))
 
-    return pull
+    return vjp
 
 
 def _product(functionals: Floats, weight: Floats) -> Floats:
@@ -410,12 +414,12 @@ def _product(functionals: Floats, weight: Floats) -> Floats:
 
 def linear_bounds(context: Context, node: Node) -> None:
     """Write x @ weight.T + bias: e is W_t e, D is W_i D + (W_i - W_t) e, plus own terms."""
-    scene = pinned(context.scene, node)
-    key = scene.keys.get(node.inputs[1])
+    problem = pinned(context.problem, node)
+    key = problem.keys.get(node.inputs[1])
     if key is None:
         raise Rejected("rule/weight", "the weight of a linear must be a parameter")
-    train = scene.parameters.linear(key, scene.train)
-    infer = scene.parameters.linear(key, scene.infer)
+    train = problem.parameters.linear(key, problem.train)
+    infer = problem.parameters.linear(key, problem.infer)
     x = _quantised_bounds(context, node, key)
     change = infer - train
     moves = bool(change.any())
@@ -437,7 +441,7 @@ def linear_bounds(context: Context, node: Node) -> None:
             flat_product(adjoint.values, matrix[adjoint.window[-1]]), (*adjoint.start[:-1], 0)
         )
 
-    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
+    def vjp(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         e = None if f.e is None else through(f.e, train)
         if f.d is None:
             return ((x.place, FunctionalBatch(e, None)),)
@@ -448,7 +452,7 @@ def linear_bounds(context: Context, node: Node) -> None:
     straight = context.write(
         node,
         reference,
-        pull,
+        vjp,
         Added(np.zeros(reference.shape), raised(formed * sizes[0] + carried * on_e) + TINY),
         Added(known, raised(formed * sizes[1] + carried * on_d) + TINY),
     )
@@ -461,10 +465,10 @@ def linear_bounds(context: Context, node: Node) -> None:
 def _quantised_bounds(context: Context, node: Node, key: str) -> Reading:
     """Return the input of a linear; if a kernel quantises it, as a separate entry."""
     x, state = context.operand(node, 0), context.state(node.inputs[0])
-    scene = pinned(context.scene, node)
-    key = scene.keys.get(node.inputs[1], "")
-    by_train = quantisation(scene.train, state.t, key)
-    by_infer = quantisation(scene.infer, state.i, key)
+    problem = pinned(context.problem, node)
+    key = problem.keys.get(node.inputs[1], "")
+    by_train = quantisation(problem.train, state.t, key)
+    by_infer = quantisation(problem.infer, state.i, key)
     if not (by_train.any() or by_infer.any()):
         return x
     return context.inexact(x, raised(by_train), raised(by_train + by_infer))

@@ -14,15 +14,15 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, shortened, summed
 from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum
+from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
 from kcdsl_certs.recheck.affine.reverse_passes import until
-from kcdsl_certs.recheck.affine.storing import Formed, settle_form
-from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, Pull
+from kcdsl_certs.recheck.affine.tape import VJP, Averaged, NonlinearPart
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, magnitude, raised
 from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
     Mask,
-    Scene,
     State,
     Value,
     gamma,
@@ -40,7 +40,7 @@ from kcdsl_certs.recheck.ops.linear import bilinear, one_row, row_images
 from kcdsl_certs.recheck.ops.operation import Operation
 
 
-def matmul_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def matmul_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return a @ b of two computed matrices."""
     node.attrs.exactly()
     if any(isinstance(value, Mask) for value in inputs):
@@ -50,13 +50,13 @@ def matmul_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
     y_t, y_i = box.matmul(a.t, b.t), box.matmul(a.i, b.i)
     d = box.add(box.matmul(middle(a), b.d), box.matmul(a.d, middle(b)))
     errors = []
-    for kernel, left, right, y in ((scene.train, a.t, b.t, y_t), (scene.infer, a.i, b.i, y_i)):
+    for kernel, left, right, y in ((problem.train, a.t, b.t, y_t), (problem.infer, a.i, b.i, y_i)):
         size = box.product_up(box.mag(left), box.mag(right))
         k, j = product_roundings(kernel, node, n)
         factors = box.mag(left), box.mag(right)
         errors.append(rounding_of_sums(kernel, factors, (size, box.mag(y)), extra=k - n, before=j))
-    inner = scene.train.accumulate, scene.infer.accumulate
-    return settle(scene, node, (y_t, y_i, d), (errors[0], errors[1]), inner)
+    inner = problem.train.accumulate, problem.infer.accumulate
+    return settle(problem, node, (y_t, y_i, d), (errors[0], errors[1]), inner)
 
 
 def product_roundings(kernel: KernelNumerics, node: Node, n: int) -> tuple[int, int]:
@@ -91,10 +91,12 @@ def matmul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = a.reference @ b.reference
     left, right = np.abs(a.reference), np.abs(b.reference)
     own = product_raised(left, right) * gamma(n + 4, UNIT) + TINY
-    rest, curved, averaged = _remainder(walk, node, context)
+    rest, nonlinear, averaged = _remainder(walk, node, context)
     a, b = form_of(walk.forms[node.inputs[0]]), form_of(walk.forms[node.inputs[1]])
-    by_a = product_raised(a.reach, right) if a.place is not None else np.zeros(reference.shape)
-    by_b = product_raised(left, b.reach) if b.place is not None else np.zeros(reference.shape)
+    by_a = (
+        product_raised(a.error_bound, right) if a.place is not None else np.zeros(reference.shape)
+    )
+    by_b = product_raised(left, b.error_bound) if b.place is not None else np.zeros(reference.shape)
     carried = raised(by_a + by_b)
     result = raised(np.abs(reference) + own + carried + rest)
     size = product_raised(a.size, b.size)
@@ -111,7 +113,7 @@ def matmul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     count = max(reference.shape[-2:]) * copies
     mapped = own + gamma(count + 8, UNIT) * carried
     radius = mapped + error
-    operands: list[tuple[int, Pull]] = []
+    operands: list[tuple[int, VJP]] = []
     if a.place is not None:
         operands.append((a.place, _left(b.reference, a.shape)))
     if b.place is not None:
@@ -120,12 +122,12 @@ def matmul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         reference,
         carried,
         tuple(operands),
-        raised(radius if curved else radius + rest),
-        bent=rest if curved else None,
-        curved=curved,
+        raised(radius if nonlinear else radius + rest),
+        bent=rest if nonlinear else None,
+        nonlinear=nonlinear,
         averaged=averaged,
         cases=_in_cases(a, b, raised(own + error)) if context else None,
-        split=split.with_sure(mapped if curved else mapped + rest),
+        split=split.with_sure(mapped if nonlinear else mapped + rest),
     )
     region = walk.tape.region
     if context:
@@ -156,27 +158,27 @@ def _remainder(
     if a.place is None or b.place is None:
         return np.zeros(shape), (), None
     if context:
-        rest = product_raised(a.reach, b.reach)
+        rest = product_raised(a.error_bound, b.error_bound)
         values = bilinear.values(walk, b, shape)
         if values is None:
             return rest, (), None
         second = bool(walk.chosen(node, node.inputs[1], "product").any())
-        curves = (bilinear.context_curve(a.reach, values, rest),) if second else ()
+        curves = (bilinear.context_remainder(a.error_bound, values, rest),) if second else ()
         return rest, curves, one_row.averages(walk, a, b, values, second=second)
     finer = bilinear.scores(walk, node, shape) if node.role == "scores" else None
     if finer is None or form_of(walk.forms[node.inputs[0]]).turned is not None:
         for name in node.inputs:
             until(walk, node, name)
     a, b = form_of(walk.forms[node.inputs[0]]), form_of(walk.forms[node.inputs[1]])
-    rest = product_raised(a.reach, b.reach)
+    rest = product_raised(a.error_bound, b.error_bound)
     other = one_row.keys(walk, a, b) if node.role == "scores" else None
     return (rest if finer is None else np.minimum(rest, finer)), (), other
 
 
-def _left(b: Floats, shape: tuple[int, ...]) -> Pull:
+def _left(b: Floats, shape: tuple[int, ...]) -> VJP:
     """Return the pullback a ← α bᵀ, one matrix product per leading index."""
 
-    def pull(adjoint: Adjoint) -> Adjoint:
+    def vjp(adjoint: Adjoint) -> Adjoint:
         *lead, _, columns = adjoint.window
         lead_b = _leading(b, lead)
         matrices = b[(*lead_b, slice(None), columns)].swapaxes(-1, -2)
@@ -187,14 +189,14 @@ def _left(b: Floats, shape: tuple[int, ...]) -> Pull:
         found = Adjoint(np.ascontiguousarray(values), (*adjoint.start[:-1], 0))
         return summed(found, shape)
 
-    return pull
+    return vjp
 
 
-def _right(a: Floats, shape: tuple[int, ...]) -> Pull:
+def _right(a: Floats, shape: tuple[int, ...]) -> VJP:
     """Return the pullback b ← aᵀ α, without unread rows of b at either end (masked columns of a),
     and without such columns of α."""
 
-    def pull(adjoint: Adjoint) -> Adjoint:
+    def vjp(adjoint: Adjoint) -> Adjoint:
         adjoint = shortened(adjoint, len(adjoint.start) - 1)
         *lead, rows, _ = adjoint.window
         lead_a = _leading(a, lead)
@@ -209,7 +211,7 @@ def _right(a: Floats, shape: tuple[int, ...]) -> Pull:
         start = (*adjoint.start[:-2], first, adjoint.start[-1])
         return summed(Adjoint(np.ascontiguousarray(values), start), shape)
 
-    return pull
+    return vjp
 
 
 def _leading(array: Floats, lead: list[slice]) -> tuple[slice, ...]:
@@ -293,8 +295,8 @@ def _product(
         second_d = np.minimum(second_d, second.elements[1])
     centre_e = -multiply(ea, eb)
     centre_d = -multiply(ea + da / 2, db) - multiply(da, eb + db / 2)
-    curved = None if second is None else second.curved
-    if curved is None:
+    nonlinear = None if second is None else second.nonlinear
+    if nonlinear is None:
         e = Added(centre_e, raised(own_e + second_e) + TINY)
         d = Added(centre_d, raised(own_d + second_d) + TINY)
     else:
@@ -302,7 +304,7 @@ def _product(
         d = Added(centre_d, raised(own_d) + TINY, second_d)
     drifting = bool(da.any() or db.any())
 
-    def pull(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
+    def vjp(f: FunctionalBatch) -> tuple[tuple[int, FunctionalBatch], ...]:
         on_a: list[Adjoint | None] = [None, None]
         on_b: list[Adjoint | None] = [None, None]
         if f.e is not None:
@@ -314,7 +316,7 @@ def _product(
                 on_a[0], on_b[0] = joined(on_a[0], one), joined(on_b[0], two)
         return ((a.place, FunctionalBatch(*on_a)), (b.place, FunctionalBatch(*on_b)))
 
-    context.write(node, reference, pull, e, d, curved)
+    context.write(node, reference, vjp, e, d, nonlinear)
 
 
 OPERATIONS = {

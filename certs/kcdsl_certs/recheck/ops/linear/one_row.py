@@ -10,9 +10,9 @@ import numpy as np
 
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, same
 from kcdsl_certs.recheck.affine.form import Form, Origin, Walk, form_of, product_raised
-from kcdsl_certs.recheck.affine.many_rows import ManyRows, Places, RowReach, Through
+from kcdsl_certs.recheck.affine.many_rows import ManyRows, Places, RowErrors, Through
 from kcdsl_certs.recheck.affine.reverse_passes import OF_ROWS
-from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, RowPull
+from kcdsl_certs.recheck.affine.tape import Averaged, NonlinearPart, RowVJP
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.ops.linear.bilinear import Straight, split, whole_heads
@@ -36,19 +36,19 @@ def averages(
     if source.place is None or len(source.shape) != 2:
         return None
     rows_of = walk.tape.entries[source.place].rows
-    below = 2 * np.maximum(raised(p.reach - p.reference), 0.0)
+    below = 2 * np.maximum(raised(p.error_bound - p.reference), 0.0)
     slack = 1 + 4 * gamma(sum(values.weight.shape) + p.shape[-1] + 64, UNIT)
-    reach, weight = values.reach[0], values.weight  # the same rows in every head
-    weights, moves = np.abs(p.reference), bool(reach.any())
+    error_bound, weight = values.error_bound[0], values.weight  # the same rows in every head
+    weights, moves = np.abs(p.reference), bool(error_bound.any())
     balance = np.zeros(p.shape[:-1]) if p.balance is None else p.balance[..., 0]
-    last_read = [_trimmed((weights + p.reach)[:, t]).shape[-1] for t in range(p.shape[-2])]
-    by_size = np.stack([product_raised(reach, np.abs(w).T) for w in weight])
+    last_read = [_trimmed((weights + p.error_bound)[:, t]).shape[-1] for t in range(p.shape[-2])]
+    by_size = np.stack([product_raised(error_bound, np.abs(w).T) for w in weight])
     lost = by_size * (2 * gamma(weight.shape[1] + 8, UNIT)) + TINY
     inexact = (by_size + values.rest) * (4 * gamma(sum(weight.shape), UNIT)) + TINY
-    lost, inexact = p.reach @ lost, weights @ inexact  # of every row of p [heads, T, d]
-    factors = np.stack([weights, p.reach, below], axis=-1)
+    lost, inexact = p.error_bound @ lost, weights @ inexact  # of every row of p [heads, T, d]
+    factors = np.stack([weights, p.error_bound, below], axis=-1)
     by_norms = rows_of if second and moves else None
-    last = _LastContextRow(values, v.reference, p.reach, by_norms)
+    last = _LastContextRow(values, v.reference, p.error_bound, by_norms)
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         heads, rows, columns = adjoint.window
@@ -61,7 +61,7 @@ def averages(
             plain = np.zeros(averaged.shape)
         else:
             found = found + size @ lost[heads, t, columns].reshape(-1)
-            moved, price = p.reach[heads, t, read], balance[heads, t]
+            moved, price = p.error_bound[heads, t, read], balance[heads, t]
             m = _middle(own, moved, price)
             off = np.abs(own - m) @ moved[..., None]
             near = off[..., 0] + m[..., 0] * price[:, None] + below_p
@@ -71,7 +71,7 @@ def averages(
             elif rows_of is None:
                 for k, h in enumerate(inside):
                     pulled = np.abs(adjoint.values[:, k, 0] @ weight[h][columns])
-                    found = found + pulled @ (reach.T @ p.reach[h, t])
+                    found = found + pulled @ (error_bound.T @ p.error_bound[h, t])
         for readers in sorted(set(read_by)):
             some = [h - heads.start for h in readers if h in inside]
             alone = averaged[some].sum(axis=0)
@@ -101,7 +101,7 @@ def averages(
         found = np.einsum("hj,bhn->bjn", p.reference[heads, rows.start], each)
         return Adjoint(np.ascontiguousarray(found), (0, 0))
 
-    operands: tuple[tuple[int, RowPull], ...]
+    operands: tuple[tuple[int, RowVJP], ...]
     operands = (p.place, to_probabilities), (source.place, to_inputs)
     return Averaged(NonlinearPart(between), operands)
 
@@ -117,7 +117,7 @@ class _ContextRow:
     values: Straight
     reference: Floats
     moved: Floats
-    rows: RowReach | None
+    rows: RowErrors | None
     carried: Through | None = None
 
     @cached_property
@@ -131,7 +131,7 @@ class _ContextRow:
         rest = self.values.rest[self.heads, :, self.columns]
         return raised(np.abs(self.alpha[:, :, 0]).swapaxes(0, 1) @ rest.swapaxes(-1, -2))
 
-    def through(self, rows: RowReach) -> Through:
+    def through(self, rows: RowErrors) -> Through:
         """Return α W."""
         if self.carried is None:
             weight = self.values.weight[self.heads, self.columns]
@@ -140,9 +140,9 @@ class _ContextRow:
 
     @cached_property
     def far(self) -> Floats:
-        """Bound Σ_h Σ_j |e_p,htj| (|α_h W_h| reach_j) for every row t, [B, T]."""
+        """Bound Σ_h Σ_j |e_p,htj| (|α_h W_h| error_bound_j) for every row t, [B, T]."""
         assert self.rows is not None
-        return self.through(self.rows).sizes(self.moved[self.heads], self.values.reach[0])
+        return self.through(self.rows).sizes(self.moved[self.heads], self.values.error_bound[0])
 
 
 @dataclass
@@ -152,7 +152,7 @@ class _LastContextRow:
     values: Straight
     reference: Floats
     moved: Floats
-    rows: RowReach | None
+    rows: RowErrors | None
     known: list[_ContextRow] = field(default_factory=list)
 
     def of(self, adjoint: Adjoint) -> _ContextRow:
@@ -238,8 +238,8 @@ def keys(walk: Walk, q: Form, k: Form) -> Averaged | None:
     if read is None or straight is None or rows_of is None or source.place is None:
         return None
     group = np.array([min(same) for same in read]) if group is None else group
-    weight, rest, reach = straight.weight, straight.rest, straight.reach[0]
-    by_size = np.stack([product_raised(reach, np.abs(w).T) for w in weight]) + rest
+    weight, rest, error_bound = straight.weight, straight.rest, straight.error_bound[0]
+    by_size = np.stack([product_raised(error_bound, np.abs(w).T) for w in weight]) + rest
     turn, slack = k.turned, 1 + 4 * gamma(sum(weight.shape) + k.shape[-1] + 64, UNIT)
     lost = 4 * gamma(2 * weight.shape[1] + len(weight) + 64, UNIT)
 
@@ -326,7 +326,7 @@ class _ScoreRow:
     lost: Floats
     alone: Floats
     weight: Floats
-    rows: RowReach
+    rows: RowErrors
 
     @cached_property
     def places(self) -> Places:

@@ -11,7 +11,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Together
 from kcdsl_certs.recheck.affine.form import Form, Walk
-from kcdsl_certs.recheck.affine.tape import Pull, TapeEntry
+from kcdsl_certs.recheck.affine.tape import VJP, TapeEntry
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
 from kcdsl_certs.recheck.interval.quantisers import QuantiserSteps, Ranks
@@ -116,7 +116,7 @@ class _Shared:
     """The scale of every element: reference, error bound, and entry (None: no shared scale)."""
 
     reference: Floats
-    reach: Floats
+    error_bound: Floats
     place: int | None
 
 
@@ -133,7 +133,7 @@ def quantised(walk: Walk, x: Form, error: Floats, key: str) -> Form:
     middle = least / 2 + most / 2
     size = np.maximum(np.abs(least), np.abs(most))
     slip = raised(quantisers.UNIT * size * scale.hi)
-    along = raised(np.abs(middle) * shared.reach)
+    along = raised(np.abs(middle) * shared.error_bound)
     if shared.place is None:
         slip, along = raised(slip + along), np.zeros(x.shape)
     own = raised((most - least) / 2 * scale.hi + slip)
@@ -148,11 +148,11 @@ def quantised(walk: Walk, x: Form, error: Floats, key: str) -> Form:
     reference = np.where(few, middle * shared.reference, x.reference)
     apart = quantisers.hull(by, around)
     farthest = np.maximum(box.add_up(apart.hi, -reference), box.add_up(reference, -apart.lo))
-    reach = np.where(few, raised(own + along), raised(x.reach + error))
-    reach = np.where(known, np.minimum(reach, farthest), reach) + TINY
+    error_bound = np.where(few, raised(own + along), raised(x.error_bound + error))
+    error_bound = np.where(known, np.minimum(error_bound, farthest), error_bound) + TINY
     sums = gamma(x.reference.size + 8, UNIT)
     radius = np.where(few, raised(own + sums * along), raised(error)) + TINY
-    operands: list[tuple[int, Pull]] = []
+    operands: list[tuple[int, VJP]] = []
     if x.place is not None and not few.all():
         rest = ~few
         operands.append((x.place, lambda a: a.times(rest)))
@@ -163,8 +163,8 @@ def quantised(walk: Walk, x: Form, error: Floats, key: str) -> Form:
         others = np.where(few, raised(sums * along), raised(error)) + TINY
         steps = _steps((each[0] - middle, each[1] - middle), scale, slip, few, x.cases.width)
         together = Together(steps, others)
-    entry = TapeEntry(reach, tuple(operands), radius, together=together)
-    return Form(reference, reach, walk.tape.add(entry))
+    entry = TapeEntry(error_bound, tuple(operands), radius, together=together)
+    return Form(reference, error_bound, walk.tape.add(entry))
 
 
 def _codes(by: QuantiserSteps, of: Cases, least: Floats, most: Floats) -> tuple[Floats, Floats]:
@@ -194,10 +194,10 @@ def _steps(codes: tuple[Floats, Floats], scale: Box, slip: Floats, few: Bools, w
     return Cases(np.where(few, box.down(lo), 0.0), np.where(few, box.above(hi), 0.0), width)
 
 
-def _gathered(weights: Floats, scale: str) -> Pull:
+def _gathered(weights: Floats, scale: str) -> VJP:
     """Return the adjoint map of the scale: Σ α·c over the elements of a group."""
 
-    def pull(adjoint: Adjoint) -> Adjoint:
+    def vjp(adjoint: Adjoint) -> Adjoint:
         values = adjoint.values * weights[adjoint.window]
         if scale == "per_tensor":
             axes = tuple(range(1, values.ndim))
@@ -209,7 +209,7 @@ def _gathered(weights: Floats, scale: str) -> Pull:
         sums = np.add.reduceat(values, np.maximum(steps, 0), axis=-1)
         return Adjoint(sums, (*adjoint.start[:-1], group))
 
-    return pull
+    return vjp
 
 
 def _wide(shape: tuple[int, ...], scale: str) -> int:
@@ -235,7 +235,7 @@ class _Lead:
 
     at: Ranks
     value: Floats
-    reach: Floats
+    error_bound: Floats
     certain: Bools
 
 
@@ -250,10 +250,12 @@ def _lead(size: Box, x: Form, scale: str, none: bool) -> _Lead:
     others[every, at] = -np.inf
     lead = lo[every, at]
     certain = (lead >= others.max(axis=-1)) & (lead > 0)
-    value, reach = (_groups(part, scale, 0.0)[every, at] for part in (x.reference, x.reach))
+    value, error_bound = (
+        _groups(part, scale, 0.0)[every, at] for part in (x.reference, x.error_bound)
+    )
     nowhere = (hi.max(axis=-1) <= 0) & none
-    value, reach = np.where(nowhere, 0.0, np.abs(value)), np.where(nowhere, 0.0, reach)
-    return _Lead(np.where(nowhere, -1, at), value, reach, certain | nowhere)
+    value, error_bound = np.where(nowhere, 0.0, np.abs(value)), np.where(nowhere, 0.0, error_bound)
+    return _Lead(np.where(nowhere, -1, at), value, error_bound, certain | nowhere)
 
 
 def _groups(part: Floats, scale: str, rest: float) -> Floats:
@@ -297,10 +299,10 @@ def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
         certain = certain & (top < walk.kernel.amax_limit / qmax * (1 - 2.0**-22))
     rounding = (4 if by.kind == "uint8" else 2) * quantisers.UNIT * top
     value = sum((lead.value for lead, _ in leads), np.zeros(mid.shape))
-    reach = sum((lead.reach for lead, _ in leads), np.zeros(mid.shape))
+    error_bound = sum((lead.error_bound for lead, _ in leads), np.zeros(mid.shape))
     reference = np.where(certain, value / qmax, mid)
     own = np.where(certain, rounding, wide) + TINY
-    moved = np.where(certain, raised(reach / qmax + rounding), wide) + TINY
+    moved = np.where(certain, raised(error_bound / qmax + rounding), wide) + TINY
     slopes = np.zeros(leads[0][1].shape)
     for lead, slope in leads:
         chosen = np.flatnonzero(certain & (lead.at >= 0))
@@ -308,10 +310,10 @@ def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
     picked = _ungrouped(slopes, x.shape, name)
     shape = (1,) * len(x.shape) if name == "per_tensor" else (*x.shape[:-1], -1)
 
-    def pull(adjoint: Adjoint) -> Adjoint:
+    def vjp(adjoint: Adjoint) -> Adjoint:
         return _given_back(adjoint, picked, name)
 
-    operands = () if x.place is None else ((x.place, pull),)
+    operands = () if x.place is None else ((x.place, vjp),)
     entry = TapeEntry(moved.reshape(shape), operands, own.reshape(shape))
     place = walk.tape.add(entry)
     spread = [np.broadcast_to(part[:, None], slopes.shape) for part in (reference, moved)]

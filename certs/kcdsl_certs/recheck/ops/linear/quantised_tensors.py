@@ -6,11 +6,11 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
-from kcdsl_certs.recheck.affine.tape import Pull, TapeEntry
+from kcdsl_certs.recheck.affine.tape import VJP, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, Box, Floats, raised
-from kcdsl_certs.recheck.interval.state import Own, Scene, State, Value, numeric, reduce
+from kcdsl_certs.recheck.interval.state import DriftProblem, Own, State, Value, numeric, reduce
 from kcdsl_certs.recheck.numerics.kernel import TensorCodes
 from kcdsl_certs.recheck.ops.operation import Operation
 
@@ -53,27 +53,27 @@ def read_back(x: Box, codes: TensorCodes) -> tuple[Box, Box]:
     return value, box.meet(box.sub(value, x), Box(-over, under))
 
 
-def tensor_interval(scene: Scene, node: Node, inputs: list[Value]) -> State:
+def tensor_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> State:
     """Return the tensor as both kernels read it; the operand where a kernel does not quantise it.
 
     Raises Rejected "rule/quantise" if neither does.
     """
-    if scene.rows is not None:
+    if problem.rows is not None:
         raise Rejected("bound/not-finite", "a quantised tensor of sequences of any length")
     x = numeric(inputs[0])
     held: list[Box] = []
     off: list[Box] = []
     own: list[Own] = []
-    for kernel, given, apart in zip((scene.train, scene.infer), (x.t, x.i), x.own, strict=True):
+    for kernel, given, apart in zip((problem.train, problem.infer), (x.t, x.i), x.own, strict=True):
         codes = _codes(kernel.tensors, node)
         value, wrong = (given, box.zeros(x.shape)) if codes is None else read_back(given, codes)
         held.append(value)
         off.append(wrong)
         own.append(apart if codes is None else None)
-    if all(_codes(kernel.tensors, node) is None for kernel in (scene.train, scene.infer)):
+    if all(_codes(kernel.tensors, node) is None for kernel in (problem.train, problem.infer)):
         raise Rejected("rule/quantise", f"no kernel quantises the tensor of {node.name[:80]!r}")
-    if scene.errors is not None:
-        scene.errors[node.name] = (off[0], off[1])
+    if problem.errors is not None:
+        problem.errors[node.name] = (off[0], off[1])
     drift = box.add(x.d, box.sub(off[1], off[0]))
     return reduce(held[0], held[1], drift, (own[0], own[1]))
 
@@ -93,11 +93,11 @@ def tensor_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     reference = np.where(flat, middle, shifted)
     radius = raised(np.where(flat, half, wide + 2.0**-52 * np.abs(shifted))) + TINY
     farthest = np.maximum(box.add_up(value.hi, -reference), box.add_up(reference, -value.lo))
-    reach = np.minimum(raised(np.where(flat, 0.0, x.reach) + radius), farthest) + TINY
-    operands: tuple[tuple[int, Pull], ...] = ()
+    error_bound = np.minimum(raised(np.where(flat, 0.0, x.error_bound) + radius), farthest) + TINY
+    operands: tuple[tuple[int, VJP], ...] = ()
     if x.place is not None and not flat.all():
         operands = ((x.place, lambda a: a.times(np.where(flat, 0.0, 1.0))),)
-    return Form(reference, reach, walk.tape.add(TapeEntry(reach, operands, radius)))
+    return Form(reference, error_bound, walk.tape.add(TapeEntry(error_bound, operands, radius)))
 
 
 def _passed_on(walk: Walk, node: Node, x: Form) -> Form:
@@ -107,8 +107,8 @@ def _passed_on(walk: Walk, node: Node, x: Form) -> Form:
     own = walk.own(node, 0)
     if own is not None:
         walk.versions[node.name] = Version(own)
-    place = walk.tape.add(TapeEntry(x.reach, ((x.place, lambda a: a),)))
-    return Form(x.reference, x.reach, place, cases=x.cases)
+    place = walk.tape.add(TapeEntry(x.error_bound, ((x.place, lambda a: a),)))
+    return Form(x.reference, x.error_bound, place, cases=x.cases)
 
 
 OPERATIONS = {"quantise": Operation(1, 1, tensor_interval, tensor_affine, None, forms=False)}

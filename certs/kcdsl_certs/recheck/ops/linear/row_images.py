@@ -45,15 +45,17 @@ class _Linear:
         once = np.unique(index).size == index.size and index.shape[1] == len(tokens)
         if not once or (index[..., 0] // len(origin.weight) != tokens).any():
             return None
-        simple = entry.centre is None and entry.kept is None and not entry.curved
+        simple = entry.centre is None and entry.kept is None and not entry.nonlinear
         radius = entry.radius if entry.apart is None else entry.apart.radius
         if not simple or radius is None:
             return None
         caps, sums = None, np.zeros(len(tokens))
         if entry.apart is not None:
             caps, sums = entry.apart.caps.reshape(-1)[index], entry.apart.sums[:, 0]
-        reach = heads.reach[0]
-        size = np.stack([product_raised(reach, np.abs(w).T) for w in heads.weight]) + heads.rest
+        error_bound = heads.error_bound[0]
+        size = (
+            np.stack([product_raised(error_bound, np.abs(w).T) for w in heads.weight]) + heads.rest
+        )
         own = radius.reshape(-1)[index]
         places = origin.place, x.place, x.shape
         return _Linear(heads.weight, raised(size), own, caps, sums, *places)

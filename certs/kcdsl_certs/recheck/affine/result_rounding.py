@@ -10,17 +10,17 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import before_casts, cases
 from kcdsl_certs.recheck.affine.adjoint import units
 from kcdsl_certs.recheck.affine.cases import Cases, Ends, Together
-from kcdsl_certs.recheck.affine.curves import Remainder
 from kcdsl_certs.recheck.affine.ellipsoids import LinearImage
 from kcdsl_certs.recheck.affine.form import Form, StepRemainder, Uncast, Version, Walk
 from kcdsl_certs.recheck.affine.independent import Split, only_sure
-from kcdsl_certs.recheck.affine.reverse_passes import length, room, rows
+from kcdsl_certs.recheck.affine.remainders import Remainder
+from kcdsl_certs.recheck.affine.reverse_passes import batch_limit, length, rows
 from kcdsl_certs.recheck.affine.tape import (
+    VJP,
     Apart,
     Averaged,
     Gather,
     NonlinearPart,
-    Pull,
     Share,
     Shared,
     TapeEntry,
@@ -51,9 +51,9 @@ class Early:
 class Formed:
     """A result before it is stored.
 
-    `reference` is f̃, `carried` the reach of the linear part, `radius` the elementwise bound of the
-    rest (remainders, float64 errors and the error inside the operation), `bent` an elementwise
-    bound of the parts that `curved`, `averaged` and `share` bound for functionals. `within`, if
+    `reference` is f̃, `carried` the error bound of the linear part, `radius` an elementwise bound of
+    the rest (remainders, float64 errors and the error inside the operation), `bent` an elementwise
+    bound of the parts that `nonlinear`, `averaged` and `share` bound for functionals. `within`, if
     given, bounds |v - f̃| as well; `sure` marks elements with v = f̃ for any incoming error.
     `early` is a free cast before the last operation, not included in the radius; `split` holds
     the parts of both.
@@ -61,11 +61,11 @@ class Formed:
 
     reference: Floats
     carried: Floats
-    operands: tuple[tuple[int, Pull], ...]
+    operands: tuple[tuple[int, VJP], ...]
     radius: Floats
     centre: Floats | None = None
     bent: Floats | None = None
-    curved: tuple[NonlinearPart, ...] = ()
+    nonlinear: tuple[NonlinearPart, ...] = ()
     share: Share | None = None
     within: Floats | None = None
     sure: Bools | None = None
@@ -127,7 +127,7 @@ def settle_form(
     free cast's error from incoming errors may be bounded by their sums over rows. Raises Rejected
     "bound/overflow" or "bound/not-finite".
     """
-    if not walk.kernel.stepped and node.name in walk.scene.several:
+    if not walk.kernel.stepped and node.name in walk.problem.several:
         return _append_versions(walk, node, formed, form, inner, rounds, sums)
     bare, formed = formed, formed.cast_early
     reference, deviation = formed.reference, formed.deviation
@@ -141,7 +141,7 @@ def settle_form(
     if passed is not None:
         deviation = np.minimum(deviation, passed)
     radius, split = raised(formed.radius) + TINY, _radius_parts(walk, formed)
-    kept, reach, steps, together, uncast, apart = None, deviation, None, None, None, None
+    kept, error_bound, steps, together, uncast, apart = None, deviation, None, None, None, None
     kernel, largest = walk.kernel, np.full(reference.shape, np.inf)
     beside = None if formed.shared is None else raised(formed.shared.rest) + TINY
     u, eta = kernel.off(form)
@@ -158,7 +158,7 @@ def settle_form(
             split = split and split.with_cast(kernel, unit, eta)
             if sums and walk.tape.budget is None:
                 apart = _apart(walk, bare, form, node.name, lower=passed)
-        radius, reach = raised(radius + cast), raised(deviation + cast)
+        radius, error_bound = raised(radius + cast), raised(deviation + cast)
         beside = None if beside is None else raised(beside + cast)
     elif rounds and form.precision < max(FLOAT32.precision, inner.precision):
         if tight:
@@ -192,23 +192,26 @@ def settle_form(
         split = None if split is None else _known_where(split.with_sure(step), kept, half)
         radius = np.where(kept, wide, half)
         beside = None if beside is None else np.where(kept, raised(beside + step), half)
-        reach = np.where(kept, raised(deviation + step), half)
+        error_bound = np.where(kept, raised(deviation + step), half)
         reference = np.where(kept, moved, middle)
         if found is not None:
             rest = np.where(kept, wide, 0.0)
             together = Together(cases.apart(found, reference, ~kept), rest)
     if formed.sure is not None:
-        radius, reach = np.where(formed.sure, 0.0, radius), np.where(formed.sure, 0.0, reach)
+        radius, error_bound = (
+            np.where(formed.sure, 0.0, radius),
+            np.where(formed.sure, 0.0, error_bound),
+        )
         split = None if split is None else _known_where(split, ~formed.sure, np.zeros(radius.shape))
-    size = np.minimum(raised(np.abs(reference) + reach), largest)
+    size = np.minimum(raised(np.abs(reference) + error_bound), largest)
     if not bool((size <= form.largest).all()):
         raise _overflow(~(size <= form.largest), form)
     _finite(reference, size, most=_LARGEST)
     centre = formed.centre
-    operands, curved, share = formed.operands, formed.curved, formed.share
+    operands, nonlinear, share = formed.operands, formed.nonlinear, formed.share
     averaged = formed.averaged
     if kept is not None and not kept.any():
-        kept, operands, centre, curved, share, averaged = None, (), None, (), None, None
+        kept, operands, centre, nonlinear, share, averaged = None, (), None, (), None, None
         beside = None
     elif kept is not None and kept.all():
         kept = None
@@ -218,12 +221,12 @@ def settle_form(
     if formed.shared is not None and beside is not None and formed.sure is None:
         shared = replace(formed.shared, rest=beside)
     entry = TapeEntry(
-        reach,
+        error_bound,
         operands,
         radius,
         centre,
         kept,
-        curved,
+        nonlinear,
         share,
         together=together,
         split=split,
@@ -234,10 +237,10 @@ def settle_form(
     )
     if passed is not None or formed.within is not None:  # adjoint roundings scale with `loose`
         loose = loose if formed.sure is None else np.where(formed.sure, 0.0, loose)
-        entry = replace(entry, reach=raised(loose + reach), near=reach)
+        entry = replace(entry, error_bound=raised(loose + error_bound), near=error_bound)
     found = None if steps is None else steps.cases
     place = walk.tape.add(entry)
-    return Form(reference, reach, place, steps=steps, uncast=uncast, cases=found)
+    return Form(reference, error_bound, place, steps=steps, uncast=uncast, cases=found)
 
 
 def _append_versions(
@@ -268,19 +271,19 @@ def _append_versions(
         own, whole = own + formed.own, raised(whole + formed.own)
     common = replace(formed, radius=bare, early=None, within=None, shared=shared)
     _finite(reference, whole)
-    reach = common.deviation
+    error_bound = common.deviation
     if formed.within is not None:
-        reach = np.minimum(reach, formed.within)
-    entry, norms = replace(_unstored(walk, common), near=reach), None
+        error_bound = np.minimum(error_bound, formed.within)
+    entry, norms = replace(_unstored(walk, common), near=error_bound), None
     place = walk.tape.add(entry)
     around = None
     if rounds and sums:
         around = before_casts.surround(walk, node, place, reference.shape)
     if around is not None:
         each, norms = around
-        reach = np.minimum(reach, each)
-        walk.tape.sharpen(place, reach)
-        whole = np.minimum(whole, raised(reach + own))
+        error_bound = np.minimum(error_bound, each)
+        walk.tape.sharpen(place, error_bound)
+        whole = np.minimum(whole, raised(error_bound + own))
         norms = raised(norms + np.linalg.norm(inside, axis=-1, keepdims=True) * (1 + 2.0**-40))
     u, eta = kernel.off(form)
     cast, largest = np.zeros(reference.shape), np.full(reference.shape, np.inf)
@@ -291,14 +294,14 @@ def _append_versions(
             cast = np.minimum(cast, raised(np.abs(reference) + whole))
     own = raised(own + cast) + TINY
     if formed.sure is not None:
-        own, reach = np.where(formed.sure, 0.0, own), np.where(formed.sure, 0.0, reach)
+        own, error_bound = np.where(formed.sure, 0.0, own), np.where(formed.sure, 0.0, error_bound)
     size = np.minimum(raised(np.abs(reference) + whole + cast), largest)
     if not bool((size <= form.largest).all()):
         raise _overflow(~(size <= form.largest), form)
     _finite(reference, size, most=_LARGEST)
     apart = None
     if rounds and sums and walk.tape.budget is None and not kernel.inward:
-        lower = None if around is None else raised(reach + inside)
+        lower = None if around is None else raised(error_bound + inside)
         apart = _apart(walk, formed, form, node.name, lower=lower, norms=norms)
     if apart is not None:
         radius = np.maximum(apart.radius - formed.radius, 0.0) + inside
@@ -306,7 +309,7 @@ def _append_versions(
             radius = radius + (1 + 2 * u) * (1 + u) * formed.own
         apart = replace(apart, radius=raised(radius + 2.0**-50 * formed.radius) + TINY)
     walk.versions[node.name] = Version(own, apart)
-    return Form(reference, reach, place)
+    return Form(reference, error_bound, place)
 
 
 def _apart(
@@ -335,8 +338,8 @@ def _apart(
     if formed.early is not None:
         early, known = formed.early.u, formed.early.known
     entry = _unstored(walk, formed)
-    reach = entry.nearest if lower is None else np.minimum(entry.nearest, lower)
-    whole = raised(reach.sum(axis=-1, keepdims=True) * (1 + shape[-1] * 2.0**-52))
+    error_bound = entry.nearest if lower is None else np.minimum(entry.nearest, lower)
+    whole = raised(error_bound.sum(axis=-1, keepdims=True) * (1 + shape[-1] * 2.0**-52))
     total = whole.copy()
     if norms is not None:
         total = np.minimum(total, raised(np.sqrt(float(shape[-1])) * norms))
@@ -348,11 +351,11 @@ def _apart(
         return None
     u, eta = walk.kernel.off(form)
     more = early + u * (1 + early)
-    cap = raised(more * reach)
+    cap = raised(more * error_bound)
     cast = u * (np.abs(formed.reference) + known) + eta
     radius = raised(formed.radius + known + cast) + TINY
     sums = raised(more * total)
-    return Apart(radius, Remainder(-cap, cap, sums).curve, cap, sums)
+    return Apart(radius, Remainder(-cap, cap, sums).nonlinear, cap, sums)
 
 
 def _radius_parts(walk: Walk, formed: Formed) -> Split | None:
@@ -372,7 +375,7 @@ def _known_where(split: Split, kept: Bools, half: Floats) -> Split:
 def _tight(walk: Walk, formed: Formed) -> Floats:
     """Return a bound of |v - f̃| from reverse passes, element by element."""
     entry, deviation = _unstored(walk, formed), formed.deviation.copy()
-    above, step = len(walk.tape.entries), room(walk)
+    above, step = len(walk.tape.entries), batch_limit(walk)
     for row in np.ndindex(*deviation.shape[:-1]):
         for first in range(0, deviation.shape[-1], step):
             count = min(step, deviation.shape[-1] - first)
@@ -391,7 +394,7 @@ def _unstored(walk: Walk, formed: Formed) -> TapeEntry:
         raised(formed.radius) + TINY,
         formed.centre,
         None,
-        formed.curved,
+        formed.nonlinear,
         formed.share,
         near=None if formed.within is None else formed.deviation,
         split=_radius_parts(walk, formed),

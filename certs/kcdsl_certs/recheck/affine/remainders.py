@@ -52,7 +52,7 @@ class Remainder:
     known: dict[tuple[Row, bytes], tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
-    def curve(self) -> NonlinearPart:
+    def nonlinear(self) -> NonlinearPart:
         """Return the bounds of its functionals."""
         return NonlinearPart(self._between, self._length, self._around)
 
@@ -161,7 +161,7 @@ def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floa
         return total * (1 + 2.0**-40)
 
     return walk.tape.add(
-        TapeEntry(half, curved=(NonlinearPart(between, together),), ellipsoids=found)
+        TapeEntry(half, nonlinear=(NonlinearPart(between, together),), ellipsoids=found)
     )
 
 
@@ -172,8 +172,8 @@ def ball(radius: Floats) -> Floats:
 
 def squares(walk: Walk, node: Node, name: str) -> Squares | None:
     """Return bounds of weighted squares of an operand's errors: the known ones, or ellipsoids by
-    the passes that the hints name for an operation, which also lower the operand's reach; without
-    passes, those of a linear whose input bounds it by norms.
+    the passes that the hints name for an operation, which also lower the operand's error bound;
+    without passes, those of a linear whose input bounds it by norms.
 
     Raises Rejected "document/passes".
     """
@@ -191,21 +191,23 @@ def squares(walk: Walk, node: Node, name: str) -> Squares | None:
     if int(needed.sum()) * form.shape[-1] ** 2 > LARGEST:
         raise Rejected("document/passes", f"the ellipsoids of {name} are too large")
     image, found = _image(walk, form), dict[Row, RowSquares | RowExcess]()
-    reach = form.reach.copy() if image is None else np.minimum(form.reach, image.elements)
+    error_bound = (
+        form.error_bound.copy() if image is None else np.minimum(form.error_bound, image.elements)
+    )
     if image is not None and alone:
         found = {row: image.row(row) for row in np.ndindex(*form.shape[:-1])}
     for row in reverse_passes.rows(needed):
         functionals = units(form.shape, row, 0, form.shape[-1])
         around = reverse_passes.surrounded(walk.tape, form.place, functionals, cut)
         where, length = tuple(map(int, row)), math.inf
-        reach[row] = np.minimum(reach[row], around.each)
+        error_bound[row] = np.minimum(error_bound[row], around.each)
         if image is not None:
             length = float(image.totals[row][0])
             if image.trace(where) < np.trace(around.shape):
                 found[where] = image.row(where)
                 continue
         found[where] = RowSquares.of(around.shape, length)
-    reverse_passes.kept(walk, name, reach)
+    reverse_passes.kept(walk, name, error_bound)
     known, entry = Squares(found), walk.tape.entries[form.place]
     walk.tape.entries[form.place] = replace(entry, squares=known)
     return known
