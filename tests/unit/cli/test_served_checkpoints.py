@@ -19,7 +19,7 @@ from kcdsl.model.checkpoint.headers import metadata_of
 from kcdsl.model.checkpoint.modules import transposed_names
 from kcdsl_backends.empirical.collection.context import KernelContext
 from kcdsl_backends.empirical.collection.loading import prepare
-from kcdsl_backends.empirical.collection.resume import decisive
+from kcdsl_backends.empirical.collection.resume import input_digests
 from tests.support.quantised import quantise
 from tests.support.small_models import DECODER, write_model
 
@@ -262,7 +262,7 @@ def test_measurements_are_not_reused_for_another_checkpoint(tmp_path: Path) -> N
     def parts() -> dict[str, str]:
         context = prepare(program, folder, crosscheck=False)
         assert isinstance(context, KernelContext)
-        return decisive(context, plan, ())
+        return input_digests(context, plan, ())
 
     before = parts()
     assert parts() == before

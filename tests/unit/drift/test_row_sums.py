@@ -80,7 +80,7 @@ def _prover(drawn: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         known = KeyVectors(ways / top, top, bound, 1, KEYS - 2)
         keys = KeyRows(tensors["s"].transpose(0, 1), known, slice(0, len(ways)))
         other = RowSums(bound, OWN, 1, KEYS - 1, COUNT, keys=keys)
-        found = other if found is None else found.beside(other)
+        found = other if found is None else found.plus(other)
     assert found is not None
     row = found.row.values[:, 0].numpy()
     return row, found.magnitude().numpy(), found.all_rows.values.numpy()

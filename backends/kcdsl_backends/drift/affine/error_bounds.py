@@ -133,11 +133,11 @@ class _Gram:
         """Add the part of an entry that is bounded element by element."""
         if entry.apart is not None:
             self.add(functional, entry.apart.radius)
-            self._curved(entry.apart.rest, functional)
+            self._add_nonlinear(entry.apart.rest, functional)
         elif entry.radius is not None:
             self.add(functional, entry.radius)
 
-    def _curved(self, part: Nonlinear, functional: Adjoint) -> None:
+    def _add_nonlinear(self, part: Nonlinear, functional: Adjoint) -> None:
         """Add a part that is bounded functional by functional."""
         if self.single is None or part.around is None:
             self.further += part.together(functional)
@@ -147,13 +147,13 @@ class _Gram:
             low, high = part.between(functional)
             self.single += torch.maximum(-low, high)
 
-    def beside(self, functional: Adjoint, entry: TapeEntry) -> None:
+    def add_terms(self, functional: Adjoint, entry: TapeEntry) -> None:
         """Add what an entry contributes besides its radius."""
         if entry.centre is not None:
             self.middle = self.middle + functional.against(entry.centre)
             self.loose += 2.0**-30 * functional.magnitude(entry.centre.abs())
         if entry.nonlinear is not None:
-            self._curved(entry.nonlinear, functional)
+            self._add_nonlinear(entry.nonlinear, functional)
         self.loose += ROUNDED * functional.magnitude(entry.widest)
 
     def gather(self, found: RowImages) -> None:
@@ -282,7 +282,7 @@ def _reverse(
         if entry.rows is not None:
             gram.rows(functional, entry.rows.rows)
             continue
-        gram.beside(functional, entry)
+        gram.add_terms(functional, entry)
         if surround and entry.gathered is not None and functional.one_row:
             gathered = entry.gathered(functional, floor)
             if gathered is not None:

@@ -80,7 +80,7 @@ class Parts:
         rest = rest * (1 + 2 * gamma(every.shape[-1] + 8))
         return Parts(most.gather(-1, place), largest, rest)
 
-    def beside(self, other: Parts | None) -> Parts:
+    def plus(self, other: Parts | None) -> Parts:
         """Return the parts of the sum of two functionals of different roundings."""
         if other is None:
             return self
@@ -138,7 +138,7 @@ class Roundings:
             return Roundings.none((sure + rounding) * _UP)
         return Roundings(sure, rounding, rounding)
 
-    def beside(self, more: Tensor) -> Roundings:
+    def with_sure(self, more: Tensor) -> Roundings:
         """Return the same with `more` added to the sure part."""
         return Roundings((self.sure + more) * _UP, self.most, self.deviation)
 
@@ -148,7 +148,7 @@ class Roundings:
         Roundings that are not to nearest do not have mean zero, so they are sure.
         """
         if casts.units != 1:
-            return self.beside((most + least) * _UP)
+            return self.with_sure((most + least) * _UP)
         together = torch.hypot(self.deviation, most) * _UP
         return Roundings((self.sure + least) * _UP, (self.most + most) * _UP, together)
 

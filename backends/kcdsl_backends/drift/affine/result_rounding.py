@@ -125,7 +125,7 @@ def round_result(
         apart = _apart(run, node, result, form, entry) if split else None
         if kernel.casts.toward_zero:
             reference, own = halved(entry, own * SAFE)
-            parts = None if parts is None else parts.beside(own)
+            parts = None if parts is None else parts.with_sure(own)
         elif parts is not None:
             parts = parts.cast(off, faint, kernel.casts)
         entry = replace(

@@ -402,7 +402,7 @@ class RowSums:
     values: ValueRows | None = None
     keys: KeyRows | None = None
 
-    def beside(self, other: RowSums) -> RowSums | None:
+    def plus(self, other: RowSums) -> RowSums | None:
         """Return the sum of both; None if it does not have this form."""
         if self.own != other.own or self.bound is not other.bound:
             return None

@@ -426,7 +426,7 @@ class Tape:
                 spread = spread + functional.magnitude(entry.together.rest)
                 spread = spread + 2.0**-50 * (low.abs() + high.abs())
             elif self.chance is not None and entry.roundings is not None:
-                parts = Parts.of(functional, entry.roundings).beside(parts)
+                parts = Parts.of(functional, entry.roundings).plus(parts)
                 spread = spread + functional.magnitude(entry.roundings.sure)
             elif entry.apart is not None:
                 spread = spread + functional.magnitude(entry.apart.radius)
@@ -500,7 +500,7 @@ class Tape:
     ) -> Tensor | float:
         """Add sums over rows to the pending ones of an entry; if the sum does not have this form,
         bound this one by itself, and return its bound."""
-        both = sums[source].beside(part) if source in sums else part
+        both = sums[source].plus(part) if source in sums else part
         if both is not None:
             sums[source] = both
             return 0.0
@@ -535,7 +535,7 @@ def _negligible(
 
 
 def _with_parts(one: Parts | None, two: Parts | None) -> Parts | None:
-    return two if one is None else one.beside(two)
+    return two if one is None else one.plus(two)
 
 
 SAMPLE = 192

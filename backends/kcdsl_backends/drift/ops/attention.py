@@ -145,7 +145,7 @@ def affine_context(run: KernelRun, node: Node) -> None:
     internal, parts = result.internal, result.roundings
     if nonlinear is None:
         internal = (internal + second) * SAFE
-        parts = None if parts is None else parts.beside(second)
+        parts = None if parts is None else parts.with_sure(second)
     one_row = None
     if values is not None:
         one_row = row_of_values(run, p, values, v.reference, second_order=nonlinear is not None)

@@ -215,7 +215,7 @@ def affine_linear(run: KernelRun, node: Node) -> None:
     parts = of_sums(sums, error)
     whole = (product.abs() + error_bound) * SAFE  # there is none where weights move
     lost = sums.beyond(error, _saturated(run, node, weight, key), whole, bias is not None)
-    error, parts = error + lost, parts.beside(torch.zeros_like(error) + lost)
+    error, parts = error + lost, parts.with_sure(torch.zeros_like(error) + lost)
     early = None
     if bias is not None and kernel.free and kernel.coarse:
         again = 1.0 + 2.0 * kernel.u_accumulate  # the sum with the bias is rounded too
@@ -237,7 +237,7 @@ def affine_linear(run: KernelRun, node: Node) -> None:
         values = passed.of(a)
         return [(index, Adjoint(values, (*a.window[:-1], (0, terms)), (*a.shape[:-1], terms)))]
 
-    internal, parts = (error + own) * SAFE, parts.beside(own)
+    internal, parts = (error + own) * SAFE, parts.with_sure(own)
     below, weighed = run.tape.entries[index].rows, None
     if below is not None and reference.dim() == 2 and reads_many(reference.shape, terms):
         weighed = None if still else WeightedRows(weight, below)

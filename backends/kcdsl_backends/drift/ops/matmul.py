@@ -73,7 +73,7 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
         second = torch.minimum(second, by_norms)
     result = affine_product(run, a, b, a.reference.shape[-1], before)
     internal, parts = (result.internal + second) * SAFE, result.roundings
-    parts = None if parts is None else parts.beside(second)
+    parts = None if parts is None else parts.with_sure(second)
     one_row = row_of_keys(run, a, key_maps(run, node) if scores else None, b.reference)
     formed = Result(
         result.reference,
@@ -145,7 +145,7 @@ def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: i
         return found
 
     internal = (error + own) * SAFE
-    return Result(reference, vjp, linear, internal, roundings=parts.beside(own))
+    return Result(reference, vjp, linear, internal, roundings=parts.with_sure(own))
 
 
 def _used(p: Tensor) -> tuple[int, int]:

@@ -209,7 +209,7 @@ def _sources(
             found.append(_source_without_effect(setting, measured.missing.get(name)))
             continue
         share = figures.get("shapley", {}).get(name)
-        decisive = bounds.decisive(name)
+        envelope = bounds.envelope(name)
         found.append(
             Source(
                 name=name,
@@ -222,10 +222,10 @@ def _sources(
                 left_out=figures.get("left_out", {}).get(name),
                 shapley=share,
                 share=None if share is None or total == 0 else share.value / total,
-                envelope=None if decisive is None else decisive.certified,
-                observed=None if decisive is None else decisive.observed,
-                envelope_block=None if decisive is None else decisive.block,
-                can_explain=None if decisive is None else decisive.can_reach,
+                envelope=None if envelope is None else envelope.certified,
+                observed=None if envelope is None else envelope.observed,
+                envelope_block=None if envelope is None else envelope.block,
+                can_explain=None if envelope is None else envelope.can_reach,
                 excluded=bounds.excluded(name),
             )
         )
@@ -239,7 +239,7 @@ class _Bounds:
     rows: tuple[Envelope, ...]
     layers: Layers | None
 
-    def decisive(self, source: str) -> Envelope | None:
+    def envelope(self, source: str) -> Envelope | None:
         """Return the envelope of a source on the block with the largest gain."""
         if self.layers is None or not self.layers.rows:
             return None

@@ -34,7 +34,7 @@ from kcdsl_backends.empirical.collection.recordings import (
     of_recordings,
     recorded_sides,
 )
-from kcdsl_backends.empirical.collection.resume import OwnCode, decisive, resume
+from kcdsl_backends.empirical.collection.resume import OwnCode, input_digests, resume
 from kcdsl_backends.empirical.diagnoses.kernels import Subject, run_prechecks
 from kcdsl_backends.empirical.diagnoses.probes import regrouped
 from kcdsl_backends.empirical.sources.kernels import Kernel, MeasurementPlan, timing
@@ -148,7 +148,7 @@ class KernelSource:
 
         left = [request for request in requests if request.key not in runs]
         if self.spread is not None:
-            decided_by = decisive(context, plan, requests)
+            decided_by = input_digests(context, plan, requests)
             runs |= self.spread.runs(left, decided_by, arrived, code.imported)
         else:
             for request in left:

@@ -26,7 +26,7 @@ from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code
 from kcdsl_backends.empirical.collection.context import KernelContext, plan_for
 from kcdsl_backends.empirical.collection.loading import prepare
-from kcdsl_backends.empirical.collection.resume import decisive
+from kcdsl_backends.empirical.collection.resume import input_digests
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.table.evidence import RequestRun
 from kcdsl_backends.empirical.table.requirements import split
@@ -81,9 +81,9 @@ class ParallelPlan:
 
         `arrived` is called with each result, `imported` with the contract's own modules that the
         worker has imported. `decided_by` holds the digests of everything that decides values here
-        (`decisive`), and must equal those of the worker. Raises Refusal (KC684) if a piece loses
-        its worker twice, is incomplete or comes from a worker with other inputs, and the refusals
-        of a worker that loads the contract.
+        (`input_digests`), and must equal those of the worker. Raises Refusal (KC684) if a piece
+        loses its worker twice, is incomplete or comes from a worker with other inputs, and the
+        refusals of a worker that loads the contract.
         """
         data = pickle.dumps(self.recipe)
         waiting = [tuple(requests[i : i + PIECE]) for i in range(0, len(requests), PIECE)]
@@ -214,4 +214,4 @@ def _load(recipe: Recipe) -> tuple[Callable[[str], RequestRun], Mapping[str, str
     def run(key: str) -> RequestRun:
         return run_request(requests[key], context.train, context.infer, plan, context.block_input)
 
-    return run, decisive(context, plan, tuple(requests.values())), files
+    return run, input_digests(context, plan, tuple(requests.values())), files

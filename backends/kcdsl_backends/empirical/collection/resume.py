@@ -4,7 +4,7 @@ Results of requests are reused if everything that decides them is the same: the 
 both kernels, the tokens of all requests, the seed, the metrics, the files of a user's functions and
 model, versions and device. As a last check the first request is run again, and must give the same
 bits: outputs, and all values computed from them. Two processes give the same bits if all digests
-(`decisive`) are equal, so workers may run requests elsewhere.
+(`input_digests`) are equal, so workers may run requests elsewhere.
 
 Answers of a server are asked for again: the second run could not show that they are of the same
 server.
@@ -135,7 +135,7 @@ def key_of(context: KernelContext, plan: MeasurementPlan, requests: Sequence[Req
     module, _, _ = (context.program.model.module or "").partition(":")
     return digest_of(
         {
-            **decisive(context, plan, requests),
+            **input_digests(context, plan, requests),
             "certified": context.certify is not None,
             "functions beside": [sources(user.function.__module__) for user in plan.user],
             "module": sources(module),
@@ -162,10 +162,10 @@ def sources(name: str) -> dict[str, str]:
     }
 
 
-# --- decisive ------------------------------------------------------------------------------------
+# --- input digests -------------------------------------------------------------------------------
 
 
-def decisive(
+def input_digests(
     context: KernelContext, plan: MeasurementPlan, requests: Sequence[Request]
 ) -> dict[str, str]:
     """Return the digests of everything that decides results of requests, by the name of the
