@@ -12,11 +12,12 @@ from torch import Tensor
 
 from bench.first_hour_verify import OPTIONS, Row, write_case
 from kcdsl.model.graph import Node
-from kcdsl_backends.drift.affine import before_casts, row_ellipsoids
+from kcdsl_backends.drift.affine import before_casts, error_bounds, kernel, row_ellipsoids
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at
 from kcdsl_backends.drift.affine.error_bounds import deviations, unit_functionals
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, SingleRow, Tape, TapeEntry
+from kcdsl_certs.recheck.affine import form, reverse_passes
 from kcdsl_certs.recheck.ops.linear import linear
 
 
@@ -61,8 +62,9 @@ def test_checker_confirms_a_layer_of_several_tokens(tmp_path: Path, cli: Any, wi
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("wide", [False, True])
 def test_checker_confirms_a_layer_whose_linears_are_bounded_by_norms(
-    tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch, wide: bool
 ) -> None:
     used = list[str]()
 
@@ -76,6 +78,11 @@ def test_checker_confirms_a_layer_whose_linears_are_bounded_by_norms(
     for module, names in ((row_ellipsoids, mine), (linear, theirs)):
         for name, value in zip(names, (1, 1, 0.5), strict=True):
             monkeypatch.setattr(module, name, value)
+    if wide:  # rows of 64 elements are wide, as those of 1024 are by default
+        monkeypatch.setattr(kernel, "WIDE", 64)
+        monkeypatch.setattr(form, "_WIDE", 64)
+        monkeypatch.setattr(error_bounds, "MANY", 64)
+        monkeypatch.setattr(reverse_passes, "_MANY", 64)
     write_case(tmp_path, Row("layer_0", 64, 6))
     ran = cli("verify", tmp_path / "contract.yaml", "--format", "json", *OPTIONS[2:])
     assert ran.code == 0, ran.stdout
