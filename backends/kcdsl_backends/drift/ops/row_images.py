@@ -19,12 +19,16 @@ from kcdsl_backends.drift.ops.bilinear import (
     KeyMaps,
     heads,
     places_after,
+    times_by_heads,
     turned_heads,
     views_behind,
 )
 
 LOST = 2.0**-33
 """More than the relative error of the products of adjoints in all entries that are passed."""
+
+HELD = 2**24
+"""Most numbers of products of functionals and the weights of each head at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +100,12 @@ def images_of_values(
         each = a.values[:, :, 0].transpose(0, 1)
         back = (each @ known[first:stop, :, inner].mT).transpose(0, 1)[:, :, None]
         window = ((first, stop), (row, end), (0, shares.shape[-1]))
-        weight = values.part(slice(first, stop), inner).flatten(0, 1)
-        wide = share.repeat_interleave(a.values.shape[-1], 0)
+        weight = values.part(slice(first, stop), inner)
         rows = flat.new_empty(len(flat), count, shape[1])
-        for j in range(count):
-            rows[:, j] = (flat * wide[:, j]) @ weight
+        step = max(1, HELD // weight[:, 0].numel())
+        for begin in range(0, len(flat), step):
+            part = slice(begin, begin + step)
+            rows[part] = share.T @ times_by_heads(a.values[part, :, 0], weight)
         adjoints = [
             (place, Adjoint(back, window, tuple(shares.shape))),
             (source, Adjoint(rows, ((0, count), (0, shape[1])), shape)),

@@ -14,9 +14,11 @@ from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of,
 from kcdsl_certs.recheck.affine.tape import Gather, PassedRow
 from kcdsl_certs.recheck.interval.box import TINY, Floats, raised
 from kcdsl_certs.recheck.ops.linear.bilinear import split, whole_heads
+from kcdsl_certs.recheck.ops.linear.one_row import by_head
 
 _LOST = 2.0**-33  # bounds the relative error of products of adjoints in the passed entries
 _MORE = 1 + 2.0**-38
+_HELD = 2**24  # most numbers of products by heads at a time
 _LEAST = 2.0**-450  # squares of smaller column norms underflow
 
 
@@ -107,11 +109,12 @@ def of_values(walk: Walk, p: Form, v: Form) -> Gather | None:
         back = alphas @ v.reference[heads, :, columns].swapaxes(-1, -2)
         back = np.ascontiguousarray(back.swapaxes(0, 1)[:, :, None])
         to_p = Adjoint(back, (*adjoint.start[:-1], 0))
-        weight = linear.weight[heads, columns].reshape(flat.shape[1], -1)
-        wide = np.repeat(shares, adjoint.extent[-1], axis=0)
-        to_x = np.empty((adjoint.batch, count, weight.shape[1]))
-        for j in range(count):
-            to_x[:, j] = (flat * wide[:, j]) @ weight
+        by_rows = linear.weight[heads, columns].swapaxes(-1, -2)
+        to_x = np.empty((adjoint.batch, count, by_rows.shape[1]))
+        step = max(1, _HELD // by_rows[..., 0].size)
+        for begin in range(0, adjoint.batch, step):
+            some = slice(begin, begin + step)
+            to_x[some] = shares.T @ by_head(adjoint.values[some, :, 0], by_rows)
         return PassedRow(parts, each, lost, ((place, to_p), (linear.source, Adjoint(to_x, (0, 0)))))
 
     return gather
