@@ -73,9 +73,11 @@ MORE = (
     Row("attn_0", 1024, 64),
     Row("attn_0", 4096, 128, 600.0, 12.0, threads=2),
 )
-"""Rows that run only on request: smaller ones, and one that takes an hour."""
+"""Rows that run only on request: smaller ones, and one of a 7B-class layer."""
 OPTIONS = ("--attack", "off", "--domains", "affine", "--jobs", "1", "--cache", "off")
 """Options of the command."""
+_LOOK = 2.0
+"""Seconds between two looks at the memory of all processes."""
 LIMIT = 900.0
 """Limit of the wall seconds of a row."""
 
@@ -206,19 +208,34 @@ def _run(folder: Path, row: Row, limit: float) -> Cost:
 
 
 def _awaited(child: subprocess.Popen[bytes], until: float) -> tuple[bool, int, tuple[float, float]]:
-    """Wait for a process and kill it at a time; return whether it was killed, its exit code, and
-    its processor seconds and peak bytes."""
-    ended = False
+    """Wait for a process and kill it at a time; return whether it was killed, its exit code, its
+    processor seconds and the peak bytes of it and the processes that it starts."""
+    ended, peak, looked = False, 0.0, time.perf_counter()
     while True:
         pid, status, used = os.wait4(child.pid, os.WNOHANG)
         if pid:
             child.returncode = os.waitstatus_to_exitcode(status)
-            taken = used.ru_utime + used.ru_stime, used.ru_maxrss * 1024.0
+            taken = used.ru_utime + used.ru_stime, max(peak, used.ru_maxrss * 1024.0)
             return ended, child.returncode, taken
+        if time.perf_counter() > looked + _LOOK:
+            peak, looked = max(peak, _held(child.pid)), time.perf_counter()
         if not ended and time.perf_counter() > until:
             os.killpg(child.pid, signal.SIGKILL)
             ended = True
         time.sleep(0.1)
+
+
+def _held(session: int) -> float:
+    """Return the bytes that the processes of a session hold; shared pages count once."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == session:
+                lines = (folder / "smaps_rollup").read_text().splitlines()
+                total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        except (OSError, ProcessLookupError):  # it has ended
+            continue
+    return total * 1024.0
 
 
 def _printed_estimate(lines: Iterable[str]) -> float | None:
