@@ -23,7 +23,7 @@ _SLOWER = 2.2
 """Ratio of the total time to that of the matrix products alone, as measured."""
 _CHECKED = 1.0
 """Time of the checker as a share of the prover's, as measured."""
-_MOVED, _ELLIPSOIDS, _READ = 9e3, 4.0, 2e3
+_MOVED, _ELLIPSOIDS, _READ = 6e3, 4.0, 2e3
 """Cost of the ellipsoids of a layer in operations, as measured: memory traffic for each token and
 parameter, products for each of these and element of a row, and for each element of two rows of
 attention."""
