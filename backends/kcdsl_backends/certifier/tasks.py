@@ -26,6 +26,7 @@ from kcdsl_backends.certifier.statements.cases import Case, problem_of, region_o
 from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
 from kcdsl_backends.certifier.statements.proof import SUBJECT, Contents, stated_of
 from kcdsl_backends.certifier.worker import WorkerContext
+from kcdsl_backends.forked import over_rows
 from kcdsl_backends.process import one_thread, refuse_late, threads_for, until
 from kcdsl_certs.recheck import recheck
 
@@ -156,7 +157,9 @@ class CheckTask:
         model = context.factory.model
         served = None if model.served is None else model.served.path
         part = (self.first, self.step)
-        outcome = recheck(self.proof, model.checkpoint.path, part=part, served=served)
+        outcome = recheck(
+            self.proof, model.checkpoint.path, part=part, served=served, over_rows=over_rows
+        )
         return RecheckResult("" if outcome.ok else f"{outcome.reason}: {outcome.detail}"), None
 
 

@@ -14,11 +14,10 @@ from kcdsl.model.graph import BlockGraph
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.ellipsoids import RankOne, around_sum
 from kcdsl_backends.drift.affine.error_bounds import (
-    at_once,
     gram_ellipsoid,
     gram_norm,
+    of_elements,
     on_row,
-    unit_functionals,
 )
 from kcdsl_backends.drift.affine.independent import Chance, room
 from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread
@@ -131,14 +130,15 @@ class AffineForms:
         one = self.ends[0]
         if self._as_stored and self._at_a_point and not self.sharing:
             return None
-        low, high = torch.empty_like(one.reference), torch.empty_like(one.reference)
-        by_row, size = any(end.by_row for end in self.ends), at_once(self.infer.tape)
-        each = unit_functionals(one.shape, low.device, by_row=by_row, size=size)
-        for i, start, stop, functionals in each:
+        by_row = any(end.by_row for end in self.ends)
+
+        def bound(i: int, start: int, stop: int, functionals: Adjoint) -> tuple[Tensor, Tensor]:
             found = self.errors(functionals)
-            low[i].view(-1)[start:stop] = found.lo
-            high[i].view(-1)[start:stop] = found.hi
-        return self.known + Box(low, high)
+            return found.lo, found.hi
+
+        wide = torch.full_like(one.reference, torch.inf)
+        ends = of_elements(self.infer.tape, one.shape, (-wide, wide), bound, by_row=by_row)
+        return self.known + Box(*ends)
 
     @property
     def _at_a_point(self) -> bool:
@@ -226,18 +226,18 @@ def _stored(run: KernelRun, output: str, spare: Tensor | None = None) -> Box:
     """
     entry = output_entry(run, output)
     formed = entry.before
-    low, high = torch.empty_like(entry.reference), torch.empty_like(entry.reference)
-    size = at_once(run.tape)
-    each = unit_functionals(entry.shape, low.device, by_row=entry.by_row, size=size)
-    if formed is not None and spare is None and _passed(run, output, formed):
-        low, high, each = -formed.error_bound, formed.error_bound, iter(())
-    for i, start, stop, functionals in each:
+    index, floor = run.computed[output], run.tape.last_floor
+
+    def bound(i: int, start: int, stop: int, functionals: Adjoint) -> tuple[Tensor, Tensor]:
         less = None if spare is None else spare[i].reshape(-1)[start:stop]
-        found = run.tape.bound(
-            *(run.computed[output], functionals, run.tape.last_floor), formed=formed, spare=less
-        )
-        between = found.with_region(run.tape.radius)
-        low[i].view(-1)[start:stop], high[i].view(-1)[start:stop] = between
+        found = run.tape.bound(index, functionals, floor, formed=formed, spare=less)
+        return found.with_region(run.tape.radius)
+
+    if formed is not None and spare is None and _passed(run, output, formed):
+        low, high = -formed.error_bound, formed.error_bound
+    else:
+        wide = torch.full_like(entry.reference, torch.inf)
+        low, high = of_elements(run.tape, entry.shape, (-wide, wide), bound, by_row=entry.by_row)
     read = entry if formed is None else formed
     reference = Box.point(read.reference)
     around = (reference + Box(low, high)).meet(reference.widen(up(read.error_bound)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -27,7 +27,15 @@ from kcdsl_certs.recheck.documents.document import Hints
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box, Floats, raised
-from kcdsl_certs.recheck.interval.state import DriftProblem, Mask, Own, State, pinned, shrunk
+from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
+    Mask,
+    Own,
+    Results,
+    State,
+    pinned,
+    shrunk,
+)
 from kcdsl_certs.recheck.interval_walk import enclosed
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.table import computed, operation_of
@@ -280,22 +288,29 @@ def _stored(at: Walk, form: Form, spare: Floats | None = None) -> Box:
     if before is not None:
         entry, reference = before.entry, before.reference
     around = box.widen(box.exact(reference), form.error_bound if entry is None else entry.nearest)
-    lo, hi = around.lo.copy(), around.hi.copy()
     step, floor = row_batch_limit(at), at.tape.last_floor
-    n = form.shape[-1]
+    n, place = form.shape[-1], form.place
     if entry is not None and spare is None and steps is None and _passed(at, entry.nearest):
         n = 0
-    for begin in range(0, n, step):
-        parts = range(begin, min(begin + step, n), FEW)
-        for row, first in itertools.product(np.ndindex(*form.shape[:-1]), parts):
-            count = min(FEW, begin + step - first, n - first)
-            where = (*row, slice(first, first + count))
-            functionals = units(form.shape, row, first, count)
-            less = None if spare is None else spare[where]
-            found = at.tape.bound(form.place, functionals, floor, formed=entry, spare=less)
-            wide = found.around(at.tape.region)
-            ends = box.widen(box.add(box.exact(reference[where]), box.exact(found.centre)), wide)
-            lo[where], hi[where] = np.maximum(lo[where], ends.lo), np.minimum(hi[where], ends.hi)
+
+    def bound_rows(rows: Sequence[Row], ends: Results) -> None:
+        lo, hi = ends
+        for begin in range(0, n, step):
+            parts = range(begin, min(begin + step, n), FEW)
+            for row, first in itertools.product(rows, parts):
+                count = min(FEW, begin + step - first, n - first)
+                where: tuple[int | slice, ...] = (*row, slice(first, first + count))
+                functionals = units(form.shape, row, first, count)
+                less = None if spare is None else spare[where]
+                found = at.tape.bound(place, functionals, floor, formed=entry, spare=less)
+                wide = found.around(at.tape.region)
+                middle = box.add(box.exact(reference[where]), box.exact(found.centre))
+                within = box.widen(middle, wide)
+                lo[where] = np.maximum(lo[where], within.lo)
+                hi[where] = np.minimum(hi[where], within.hi)
+
+    rows = list(np.ndindex(*form.shape[:-1]))
+    lo, hi = at.over_rows(rows, (around.lo.copy(), around.hi.copy()), n, bound_rows)
     if form.uncast is not None:
         cast, zero = _free_cast_box(Box(lo, hi), form.uncast), form.uncast.sure
         if zero is None:

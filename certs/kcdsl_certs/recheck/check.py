@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.documents.chain_document import CHAIN_SCHEMA, ChainDocu
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, Proof, load, proof_of
 from kcdsl_certs.recheck.graphs.graph import Block
 from kcdsl_certs.recheck.interval.served import read_served
+from kcdsl_certs.recheck.interval.state import OverRows, in_turn
 from kcdsl_certs.recheck.interval.tensors import read
 from kcdsl_certs.recheck.ops.table import OPERATIONS
 
@@ -117,19 +118,26 @@ def recheck(
     checkpoint: Path,
     part: tuple[int, int] = (0, 1),
     served: Path | None = None,
+    over_rows: OverRows = in_turn,
 ) -> Outcome:
     """Re-derive every bound of a proof from the checkpoint and compare it with the claims.
 
     The re-derived bound of each case must be at most its claim, every re-derived magnitude at most
-    its witness, and the overall claim at least every case's. `part` (first, step) derives every
-    step-th case from `first` alone, so that several processes can share a proof; the proof is
-    checked when all parts are. `served` is the checkpoint of the inference kernel where it has one
-    of its own. Nothing is raised: unforeseen errors are rejections with reason "internal".
+    its witness, and the overall claim at least every case's. Nothing is raised: unforeseen errors
+    are rejections with reason "internal".
+
+    Args:
+        proof: the document.
+        checkpoint: the checkpoint that it is about.
+        part: (first, step) derives every step-th case from `first` alone, so that several processes
+            can share a proof; the proof is checked when all parts are.
+        served: the checkpoint of the inference kernel where it has one of its own.
+        over_rows: divides the rows of long passes, for example among processes.
     """
     started = time.perf_counter()
     totals = _Totals()
     try:
-        _check(proof, _Checkpoints(checkpoint, served), part, totals)
+        _check(proof, _Checkpoints(checkpoint, served, over_rows), part, totals)
         ok, reason, detail = True, "ok", f"{totals.cases} cases follow from the checkpoint"
     except Rejected as rejection:
         ok, reason, detail = False, rejection.reason, rejection.detail[:2000]
@@ -154,6 +162,7 @@ class _Checkpoints:
 
     checkpoint: Path
     served: Path | None
+    over_rows: OverRows = in_turn
 
     def derivation(self, proof: Proof, keys: Collection[str]) -> Derivation:
         """Read the tensors of `keys`, compare digests, and return the derivation of cases."""
@@ -161,14 +170,14 @@ class _Checkpoints:
         if found.sha256 != proof.checkpoint:
             raise Rejected("checkpoint/digest", "the checkpoint is not the one of the proof")
         if proof.served is None:
-            return Derivation(proof, found.tensors)
+            return Derivation(proof, found.tensors, over_rows=self.over_rows)
         if self.served is None:
             raise Rejected("checkpoint/served", "the checkpoint of the inference kernel is needed")
         served = read_served(self.served, keys)
         if served.digest != proof.served:
             detail = "the inference kernel's checkpoint is not the one of the proof"
             raise Rejected("checkpoint/digest", detail)
-        return Derivation(proof, found.tensors, served)
+        return Derivation(proof, found.tensors, served, self.over_rows)
 
 
 def _check(data: bytes, checkpoints: _Checkpoints, part: tuple[int, int], totals: _Totals) -> None:

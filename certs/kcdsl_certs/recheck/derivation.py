@@ -18,7 +18,16 @@ from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.interval.served import Served
-from kcdsl_certs.recheck.interval.state import DriftProblem, Held, Own, Rows, State, numeric
+from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
+    Held,
+    OverRows,
+    Own,
+    Rows,
+    State,
+    in_turn,
+    numeric,
+)
 from kcdsl_certs.recheck.interval.tensors import Tensor
 from kcdsl_certs.recheck.interval_walk import magnitudes, propagate
 from kcdsl_certs.recheck.numerics.formats import Floats
@@ -33,14 +42,18 @@ class Derivation:
     """Derives the cases of one proof."""
 
     def __init__(
-        self, proof: Proof, tensors: Mapping[str, Tensor], served: Served | None = None
+        self,
+        proof: Proof,
+        tensors: Mapping[str, Tensor],
+        served: Served | None = None,
+        over_rows: OverRows = in_turn,
     ) -> None:
         """Check the parameters; raises what `Parameters` raises."""
         if not float(np.ldexp(np.ones(1), -1022)[0] * np.full(1, 0.5)[0]) > 0:
             raise Rejected("internal", "this process flushes subnormal numbers to zero")
         for block in proof.graphs.values():
             refuse_uncached(block, proof.train, proof.infer)
-        self._proof = proof
+        self._proof, self._over_rows = proof, over_rows
         self._parameters = Parameters(tensors, proof.parameters, served, _transposed(proof))
 
     def derive(
@@ -141,6 +154,7 @@ class Derivation:
             *(block, train, infer, self._parameters, keys, weights, centre, radius, rows, drift),
             rho=case.region.weights,
             held=held,
+            over_rows=self._over_rows,
             readings=(_doubles(train_own), _doubles(infer_own)),
         )
 

@@ -54,8 +54,10 @@ def recheck_exactly(proof: bytes, checkpoint: Path) -> Outcome:
 class Rational:
     """Derives the cases of one proof exactly."""
 
-    def __init__(self, proof: Proof, tensors: Mapping[str, Tensor]) -> None:
-        """Check the parameters; raises what `RationalParameters` raises."""
+    def __init__(
+        self, proof: Proof, tensors: Mapping[str, Tensor], over_rows: object | None = None
+    ) -> None:
+        """Check the parameters; raises what `RationalParameters` raises. No passes are divided."""
         for block in proof.graphs.values():
             refuse_uncached(block, proof.train, proof.infer)
         self._proof = proof

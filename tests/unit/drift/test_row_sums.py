@@ -159,7 +159,7 @@ def test_checker_confirms_norm_bounds_of_attention(
     goals = list[dict[str, Any]]()
     write_case(tmp_path, Row("attn_0", 128, 6))
     prover, checker = "kcdsl_backends.drift.affine.row_sums", "kcdsl_certs.recheck.affine.many_rows"
-    monkeypatch.setattr("kcdsl_backends.drift.affine_forms.at_once", lambda tape: 128)
+    monkeypatch.setattr("kcdsl_backends.drift.affine.error_bounds.at_once", lambda tape: 128)
     for least in (2**40, 1):  # exact sums, norms
         monkeypatch.setattr(f"{prover}.MANY", least)
         monkeypatch.setattr(f"{checker}._LARGE", least)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import Node
+from kcdsl_backends import forked
 from kcdsl_backends.drift.affine.adjoint import (
     MORE,
     Adjoint,
@@ -339,32 +340,106 @@ MOST_NUMBERS = 2**28
 
 
 def unit_functionals(
-    shape: tuple[int, ...], device: torch.device, *, by_row: bool = False, size: int = BATCH
+    shape: tuple[int, ...],
+    device: torch.device,
+    *,
+    by_row: bool = False,
+    size: int = BATCH,
+    only: Collection[Row] | None = None,
 ) -> Iterator[tuple[int, int, int, Adjoint]]:
     """Yield (first index, start, stop, functionals) that read single elements of a tensor.
 
     The functionals read elements start to stop of the flattened rest [i, ...]; all of them together
     cover the tensor. At most `size` come in one batch; with a long rest, or with `by_row`, no batch
     reads two rows of the last dimension. The same elements of all rows follow one another, as their
-    passes share work.
+    passes share work. `only` names the rows to read, as `_parts` gives them; None: all.
     """
     rest, count = shape[1:], math.prod(shape[1:])
-    if len(shape) > 1 and (by_row or len(shape) == 2 or count > min(size, REST)):
+    if _reads_rows(shape, by_row, size):
         for start in range(0, shape[-1], size):
             stop = min(shape[-1], start + size)
             part = torch.eye(stop - start, dtype=torch.float64, device=device)
             for row in rows(shape):
+                if only is not None and row not in only:
+                    continue
                 before = sum(k * math.prod(shape[axis + 2 :]) for axis, k in enumerate(row[1:]))
                 window = (*((i, i + 1) for i in row), (start, stop))
                 values = part.reshape(-1, *(1 for _ in row), stop - start)
                 yield row[0], before + start, before + stop, Adjoint(values, window, shape)
         return
     for i in range(shape[0]):  # so that windows stay small
+        if only is not None and (i,) not in only:
+            continue
         for start in range(0, count, size):
             part = _unit(start, min(count, start + size), count, device)
             window = ((i, i + 1), *whole(rest))
             functionals = Adjoint(part.reshape(len(part), 1, *rest), window, shape)
             yield i, start, start + len(part), functionals
+
+
+def _reads_rows(shape: tuple[int, ...], by_row: bool, size: int) -> bool:
+    """Return whether no batch reads two rows of the last dimension."""
+    rest = math.prod(shape[1:])
+    return len(shape) > 1 and (by_row or len(shape) == 2 or rest > min(size, REST))
+
+
+def of_elements(
+    tape: Tape,
+    shape: tuple[int, ...],
+    known: tuple[Tensor, ...],
+    bound: Callable[[int, int, int, Adjoint], tuple[Tensor, ...] | None],
+    *,
+    by_row: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return bounds of every element of a tensor.
+
+    Args:
+        known: bounds that are kept where `bound` gives none.
+        bound: the bounds of functionals of `unit_functionals`, None for no bounds.
+        by_row: whether no batch may read two rows of the last dimension.
+    """
+    size, device = at_once(tape), known[0].device
+
+    def bound_rows(share: Sequence[Row], results: tuple[Tensor, ...]) -> None:
+        some = set(share)
+        each = unit_functionals(shape, device, by_row=by_row, size=size, only=some)
+        for i, start, stop, functionals in each:
+            found = bound(i, start, stop, functionals)
+            for result, values in zip(results, found or (), strict=False):
+                result[i].view(-1)[start:stop] = values
+
+    parts = (
+        list(rows(shape)) if _reads_rows(shape, by_row, size) else [(i,) for i in range(shape[0])]
+    )
+    return over_rows(tape, parts, known, math.prod(shape), bound_rows)
+
+
+DIVIDED = 2**23
+"""Numbers of adjoints from which on rows are divided among processes: about a second of work."""
+
+
+def over_rows(
+    tape: Tape,
+    some: Sequence[Row],
+    known: tuple[Tensor, ...],
+    functionals: int,
+    work: Callable[[Sequence[Row], tuple[Tensor, ...]], None],
+) -> tuple[Tensor, ...]:
+    """Return copies of `known` after `work(share, copies)` has written the results of all rows, for
+    which it bounds so many functionals. Bounds by chance are counted, so they stay in one process,
+    as do those on a device."""
+    widest = max((entry.reference.shape[-1] for entry in tape.entries), default=1)
+    alone = tape.chance is not None or known[0].device.type != "cpu"
+    if alone or functionals * widest < DIVIDED:
+        copies = tuple(k.clone(memory_format=torch.contiguous_format) for k in known)
+        work(some, copies)
+        return copies
+
+    def write(share: Sequence[Row], results: forked.Arrays) -> None:
+        work(share, tuple(map(torch.from_numpy, results)))
+
+    found = forked.over_rows(some, tuple(k.numpy() for k in known), write)
+    return tuple(map(torch.from_numpy, found))
 
 
 def _unit(start: int, stop: int, count: int, device: torch.device) -> Tensor:
@@ -405,13 +480,14 @@ def elements(tape: Tape, index: int, needed: Tensor, floor: int = INPUT) -> Tens
     entry = tape.entries[index]
     if entry.moved is not None and entry.cases is None:
         return _elements_before(tape, entry, entry.moved, needed, floor)
-    found = entry.error_bound.clone(memory_format=torch.contiguous_format)
-    size = at_once(tape)
-    each = unit_functionals(entry.shape, found.device, by_row=entry.by_row, size=size)
-    for i, start, stop, functionals in each:
-        if bool(needed[at(functionals.window[:-1])].any()):
-            bounds = tape.bound(index, functionals, floor)
-            found[i].view(-1)[start:stop] = bounds.magnitude(tape.radius)
+
+    def bound(i: int, start: int, stop: int, functionals: Adjoint) -> tuple[Tensor] | None:
+        if not bool(needed[at(functionals.window[:-1])].any()):
+            return None
+        return (tape.bound(index, functionals, floor).magnitude(tape.radius),)
+
+    known = (entry.error_bound,)
+    (found,) = of_elements(tape, entry.shape, known, bound, by_row=entry.by_row)
     return torch.minimum(found, entry.error_bound)
 
 
@@ -484,13 +560,19 @@ def deviations(
     """
     entry = tape.entries[index]
     wide = (entry.error_bound + (weights.abs() * entry.error_bound).sum(-1, keepdim=True)) * SAFE
-    found = wide.clone()
     unit = torch.eye(entry.shape[-1], dtype=torch.float64, device=weights.device)
-    for row in _chosen(needed):
-        some = slice(None) if read is None else read[row].nonzero()[:, 0]
-        functionals = on_row(unit[some] - weights[row], row, entry.shape)
-        functionals = functionals if read is None else functionals.narrowed(-1)
-        found[row][some] = tape.bound(index, functionals, floor).magnitude(tape.radius)
+
+    def bound_rows(share: Sequence[Row], results: tuple[Tensor, ...]) -> None:
+        for row in share:
+            some = slice(None) if read is None else read[row].nonzero()[:, 0]
+            functionals = on_row(unit[some] - weights[row], row, entry.shape)
+            functionals = functionals if read is None else functionals.narrowed(-1)
+            bounds = tape.bound(index, functionals, floor).magnitude(tape.radius)
+            results[0][row][some] = bounds
+
+    chosen = list(_chosen(needed))
+    count = len(chosen) * entry.shape[-1]
+    (found,) = over_rows(tape, chosen, (wide,), count, bound_rows)
     return torch.minimum(found, wide)
 
 
@@ -527,9 +609,15 @@ def _norms(
     floor: int = INPUT,
 ) -> Tensor:
     entry = tape.entries[index]
-    found = torch.full_like(entry.error_bound[..., :1], torch.inf)
-    for row in _chosen(needed):
-        found[row] = gram_norm(tape, index, on_row(functionals(row), row, entry.shape), floor)
+
+    def bound_rows(share: Sequence[Row], results: tuple[Tensor, ...]) -> None:
+        for row in share:
+            each = on_row(functionals(row), row, entry.shape)
+            results[0][row] = gram_norm(tape, index, each, floor)
+
+    chosen, far = list(_chosen(needed)), torch.full_like(entry.error_bound[..., :1], torch.inf)
+    count = len(chosen) * entry.shape[-1]
+    (found,) = over_rows(tape, chosen, (far,), count, bound_rows)
     return found
 
 
@@ -537,13 +625,19 @@ def surround_rows(tape: Tape, index: int, needed: Tensor, floor: int) -> tuple[T
     """Find ellipsoids around the errors of the rows [..., 1] needed, by reverse passes that stop at
     `floor` (see `Tape.bound`). Return bounds of the elements and of the norms of these rows,
     infinite in other rows."""
-    entry = tape.entries[index]
-    single, found = torch.full_like(entry.error_bound, torch.inf), {}
-    norm = torch.full_like(entry.error_bound[..., :1], torch.inf)
-    for row, gram in _surrounded(tape, index, needed, floor):
-        matrix = found[row] = gram.ellipsoid()
-        single[row], norm[row] = gram.elements, gram.norm(matrix)
-    tape.surround(index, found)
+    entry, chosen = tape.entries[index], list(_chosen(needed))
+    far, n = torch.full_like(entry.error_bound, torch.inf), entry.shape[-1]
+    places = {row: place for place, row in enumerate(chosen)}
+
+    def bound_rows(share: Sequence[Row], results: tuple[Tensor, ...]) -> None:
+        single, norm, matrices = results
+        for row, gram in _surrounded(tape, index, share, floor):
+            matrix = matrices[places[row]] = gram.ellipsoid()
+            single[row], norm[row] = gram.elements, gram.norm(matrix)
+
+    known = far, far[..., :1], far.new_full((len(chosen), n, n), torch.nan)
+    single, norm, matrices = over_rows(tape, chosen, known, len(chosen) * n, bound_rows)
+    tape.surround(index, dict(zip(chosen, matrices, strict=True)))
     return single, norm
 
 
@@ -551,15 +645,17 @@ def each_ellipsoid(
     tape: Tape, index: int, needed: Tensor, floor: int
 ) -> Iterator[tuple[Row, Tensor, Tensor]]:
     """Yield such ellipsoids one by one, with bounds of the elements, without storing them."""
-    for row, gram in _surrounded(tape, index, needed, floor):
+    for row, gram in _surrounded(tape, index, _chosen(needed), floor):
         yield row, gram.ellipsoid(), gram.elements
 
 
-def _surrounded(tape: Tape, index: int, needed: Tensor, floor: int) -> Iterator[tuple[Row, _Gram]]:
-    """Yield the sums of passes of the unit functionals of the rows needed."""
+def _surrounded(
+    tape: Tape, index: int, some: Iterable[Row], floor: int
+) -> Iterator[tuple[Row, _Gram]]:
+    """Yield the sums of passes of the unit functionals of some rows."""
     shape = tape.entries[index].shape
-    unit = torch.eye(shape[-1], dtype=torch.float64, device=needed.device)
-    for row in _chosen(needed):
+    unit = torch.eye(shape[-1], dtype=torch.float64, device=tape.radius.device)
+    for row in some:
         pending = {index: on_row(unit, row, shape)}
         yield row, _reverse(tape, pending, unit, floor, surround=True)
 

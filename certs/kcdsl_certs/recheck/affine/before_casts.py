@@ -3,16 +3,20 @@ hints name them by the node, as the operation and as the bounded node."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
+from kcdsl_certs.recheck.affine.ellipsoids import Row
 from kcdsl_certs.recheck.affine.form import Walk
 from kcdsl_certs.recheck.affine.reverse_passes import FEW, batch_limit, rows, surrounded
 from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import Bools, Floats
+from kcdsl_certs.recheck.interval.state import Results
 
 LARGEST = 2**29
 """Most numbers of all ellipsoids of a node; a document that names more is refused."""
@@ -43,16 +47,20 @@ def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
     needed = deep | near
     if not _named(walk, node) or node.op != "linear" or not needed.any():
         return None
-    found, above = np.full(shape, np.inf), len(walk.tape.entries)
-    step = min(FEW, batch_limit(walk))
-    for first in range(0, shape[-1], step):  # the same columns of all rows in turn
-        count = min(step, shape[-1] - first)
-        for row in rows(needed):
-            floor = 0 if deep[row].any() else walk.tape.cut
-            functionals = units(shape, row, first, count)
-            bound = walk.tape.bound(above, functionals, floor, formed=entry)
-            columns: tuple[int | slice, ...] = (*row, slice(first, first + count))
-            found[columns] = bound.magnitude(walk.tape.region)
+    above, step = len(walk.tape.entries), min(FEW, batch_limit(walk))
+
+    def bound_rows(share: Sequence[Row], results: Results) -> None:
+        for first in range(0, shape[-1], step):  # the same columns of all rows in turn
+            count = min(step, shape[-1] - first)
+            for row in share:
+                floor = 0 if deep[row].any() else walk.tape.cut
+                functionals = units(shape, row, first, count)
+                bound = walk.tape.bound(above, functionals, floor, formed=entry)
+                columns: tuple[int | slice, ...] = (*row, slice(first, first + count))
+                results[0][columns] = bound.magnitude(walk.tape.region)
+
+    far = np.full(shape, np.inf)
+    (found,) = walk.over_rows(list(rows(needed)), (far,), shape[-1], bound_rows)
     return found
 
 
@@ -67,12 +75,19 @@ def surround(
         return None
     if int(needed.sum()) * shape[-1] ** 2 > LARGEST:
         raise Rejected("document/passes", f"the ellipsoids of {node.name} are too large")
-    each, norms = np.full(shape, np.inf), np.full((*shape[:-1], 1), np.inf)
-    ellipsoids = {}
-    for row in rows(needed):
-        floor = 0 if deep[row].any() else walk.tape.cut
-        found = surrounded(walk.tape, place, units(shape, row, 0, shape[-1]), floor)
-        ellipsoids[row], each[row], norms[row] = found.shape, found.each, found.norm
-    walk.tape.surround(place, ellipsoids)
+    some, n = list(rows(needed)), shape[-1]
+    places = {row: number for number, row in enumerate(some)}
+
+    def bound_rows(share: Sequence[Row], results: Results) -> None:
+        shapes, each, norms = results
+        for row in share:
+            floor = 0 if deep[row].any() else walk.tape.cut
+            found = surrounded(walk.tape, place, units(shape, row, 0, n), floor)
+            shapes[places[row]], each[row], norms[row] = found.shape, found.each, found.norm
+
+    far = np.full(shape, np.inf)
+    wide = np.full((len(some), n, n), np.nan), far, far[..., :1].copy()
+    shapes, each, norms = walk.over_rows(some, wide, n, bound_rows)
+    walk.tape.surround(place, dict(zip(some, shapes, strict=True)))
     walk.tape.cut = walk.tape.settled = place
     return each, norms

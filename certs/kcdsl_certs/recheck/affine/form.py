@@ -6,7 +6,7 @@ omitted. Without hints all are made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,13 +15,21 @@ from numpy.typing import NDArray
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine.cases import Cases, Ends
-from kcdsl_certs.recheck.affine.ellipsoids import WeightNorms
+from kcdsl_certs.recheck.affine.ellipsoids import Row, WeightNorms
 from kcdsl_certs.recheck.affine.tape import Apart, Tape, TapeEntry
 from kcdsl_certs.recheck.documents.document import Pass
 from kcdsl_certs.recheck.graphs.graph import Node, View
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, raised
-from kcdsl_certs.recheck.interval.state import SUMMED, DriftProblem, Mask, gamma, twice
+from kcdsl_certs.recheck.interval.state import (
+    SUMMED,
+    DriftProblem,
+    Mask,
+    Results,
+    gamma,
+    in_turn,
+    twice,
+)
 from kcdsl_certs.recheck.numerics.formats import Format
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
@@ -151,6 +159,7 @@ class Version:
 
 
 _WIDE = 2**10  # elements
+DIVIDED = 2**23  # numbers of adjoints, about a second of work: from there on rows are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +193,21 @@ class Walk:
     def wide(self) -> bool:
         """Return whether rows of the output have many elements."""
         return self.problem.block.named[self.problem.block.output].shape[-1] >= _WIDE
+
+    def over_rows(
+        self,
+        rows: Sequence[Row],
+        results: Results,
+        functionals: int,
+        work: Callable[[Sequence[Row], Results], None],
+    ) -> Results:
+        """Return the results after `work` has written those of all rows, for each of which it
+        bounds so many functionals. Bounds by chance are counted, so they stay in one process."""
+        shapes = [entry.error_bound.shape for entry in self.tape.entries if entry.error_bound.ndim]
+        widest = max((shape[-1] for shape in shapes), default=1)
+        few = len(rows) * functionals * widest < DIVIDED
+        over = in_turn if few or self.tape.budget is not None else self.problem.over_rows
+        return over(rows, results, work)
 
     def own(self, node: Node, place: int) -> Floats | None:
         """Return a bound of the distance of readings of an operand from its form, if the rule reads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -153,6 +153,19 @@ Held = tuple[Floats, Floats]
 is [T, n], P is [T, n, n]."""
 
 
+Results = tuple[Floats, ...]
+Share = Sequence[tuple[int, ...]]
+OverRows = Callable[[Share, Results, Callable[[Share, Results], None]], Results]
+"""`over_rows(rows, results, work)` calls `work(share, results)` for shares that make up all rows,
+each of which writes the results of its rows, and returns the results."""
+
+
+def in_turn(rows: Share, results: Results, work: Callable[[Share, Results], None]) -> Results:
+    """Run `work` on all rows in this process; results are overwritten."""
+    work(rows, results)
+    return results
+
+
 @dataclass(frozen=True, slots=True)
 class DriftProblem:
     """The context of the rules: everything that they may read besides their inputs.
@@ -175,6 +188,7 @@ class DriftProblem:
     errors: dict[str, tuple[Box, Box]] | None = None  # if not None: filled with errors of storing
     readings: tuple[Own, Own] = (None, None)  # the distance of readings of the block input
     followed: bool = False  # whether another link of a chain reads the output
+    over_rows: OverRows = in_turn  # how the rows of long passes are divided
     several: frozenset[str] = field(init=False)  # nodes with several versions
 
     def __post_init__(self) -> None:

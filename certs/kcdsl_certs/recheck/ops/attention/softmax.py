@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import cases, reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
+from kcdsl_certs.recheck.affine.ellipsoids import Row
 from kcdsl_certs.recheck.affine.form import Form, Operand, StepRemainder, Walk, form_of
 from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
 from kcdsl_certs.recheck.affine.tape import VJP, TapeEntry
@@ -19,6 +21,7 @@ from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, rai
 from kcdsl_certs.recheck.interval.state import (
     DriftProblem,
     Probabilities,
+    Results,
     Value,
     gamma,
     numeric,
@@ -176,13 +179,18 @@ def _centred(walk: Walk, node: Node, p: Floats, wrong: Floats, allowed: Bools) -
     for floor in walk.tape.floors:
         chosen = walk.chosen(node, node.inputs[0], "deviations", floor)
         # all heads of a row one after another: they share reads of the keys
-        for row in sorted(reverse_passes.rows(chosen), key=lambda row: row[::-1]):
-            columns = np.flatnonzero(allowed[row])
-            some: tuple[int | NDArray[np.intp], ...] = (*row, columns)
-            functionals = np.zeros((columns.size, p.shape[-1]))
-            functionals[np.arange(columns.size), columns] = 1.0
-            bounds = reverse_passes.along(walk, scores, row, functionals - p[row], floor)
-            found[some] = np.minimum(found[some], bounds)
+        rows = sorted(reverse_passes.rows(chosen), key=lambda row: row[::-1])
+
+        def bound_rows(rows: Sequence[Row], results: Results, floor: int = floor) -> None:
+            for row in rows:
+                columns = np.flatnonzero(allowed[row])
+                some: tuple[int | NDArray[np.intp], ...] = (*row, columns)
+                functionals = np.zeros((columns.size, p.shape[-1]))
+                functionals[np.arange(columns.size), columns] = 1.0
+                bounds = reverse_passes.along(walk, scores, row, functionals - p[row], floor)
+                results[0][some] = np.minimum(results[0][some], bounds)
+
+        (found,) = walk.over_rows(rows, (found,), p.shape[-1], bound_rows)
     found = raised(found + 4 * wrong * (scores.error_bound + usual) + TINY)
     single = allowed.sum(axis=-1, keepdims=True) == 1
     return np.where(allowed & ~single, np.minimum(found, plain), 0.0)
