@@ -47,9 +47,9 @@ def over_rows(
 ) -> Arrays:
     """Return the results after `work(share, results)` for shares that make up all rows.
 
-    A process may end without having finished its share (it may be killed, or `work` may raise an
-    exception there): this process then does that share itself. Rows with the same or neighbouring
-    last indices are in the same share.
+    A process may not start, or end without having finished its share (it may be killed, or `work`
+    may raise an exception there): this process then does that share itself. Rows with the same or
+    neighbouring last indices are in the same share.
 
     Args:
         rows: indices of rows.
@@ -61,12 +61,16 @@ def over_rows(
     if len(shares) < 2:
         work(rows, shared)
         return shared
-    children: dict[int, Sequence[Row]] = {}
+    own, children = [shares[0]], dict[int, Sequence[Row]]()
     with one_thread(), threadpool_limits(1):
         try:
             for share in shares[1:]:
-                children[_forked(work, share, shared)] = share
-            work(shares[0], shared)
+                try:
+                    children[_forked(work, share, shared)] = share
+                except OSError:  # too many processes, or too little memory
+                    own.append(share)
+            for share in own:
+                work(share, shared)
             for child in list(children):
                 status = os.waitpid(child, 0)[1]
                 share = children.pop(child)

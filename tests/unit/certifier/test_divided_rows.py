@@ -78,6 +78,18 @@ def test_a_share_that_a_process_did_not_finish_is_done_again(threads: int, end: 
     assert not _children()
 
 
+def test_shares_are_done_here_if_no_process_starts(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    def refused() -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "fork", refused)
+    found, by = over_rows(ROWS, (np.zeros((2, 40)), np.zeros((2, 40))), _written)
+    assert np.array_equal(found, 100 * np.arange(2)[:, None] + np.arange(40))
+    assert (by == os.getpid()).all()
+
+
 @needs_forks
 def test_an_exception_here_ends_all_processes(threads: int) -> None:
     parent, started = os.getpid(), time.monotonic()
