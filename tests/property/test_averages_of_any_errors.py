@@ -18,7 +18,8 @@ import torch
 from kcdsl_backends.drift.affine.adjoint import Adjoint as ProverAdjoint
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine_run import affine_run
-from kcdsl_backends.drift.ops.bilinear import heads, row_of_values
+from kcdsl_backends.drift.ops.bilinear import heads
+from kcdsl_backends.drift.ops.one_row import row_of_values
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation

@@ -32,8 +32,9 @@ from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_backends.drift.linear import LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.arithmetic import _sizes
-from kcdsl_backends.drift.ops.bilinear import Heads, heads, row_of_values, through_values
+from kcdsl_backends.drift.ops.bilinear import Heads, heads
 from kcdsl_backends.drift.ops.matmul import affine_product, linear_matmul
+from kcdsl_backends.drift.ops.one_row import row_of_values, through_values
 from kcdsl_backends.drift.ops.operation import Operation
 from kcdsl_backends.drift.ops.row_images import images_of_values
 

@@ -28,11 +28,11 @@ from kcdsl_backends.drift.ops.bilinear import (
     heads,
     key_maps,
     places_after,
-    row_of_keys,
     turned_heads,
     views_behind,
 )
 from kcdsl_backends.drift.ops.linear import _through_weights
+from kcdsl_backends.drift.ops.one_row import row_of_keys
 from kcdsl_backends.drift.ops.operation import Operation
 from kcdsl_backends.drift.ops.row_images import images_of_keys
 

@@ -19,10 +19,10 @@ from kcdsl_backends.drift.ops.bilinear import (
     KeyMaps,
     heads,
     places_after,
-    times_by_heads,
     turned_heads,
     views_behind,
 )
+from kcdsl_backends.drift.ops.one_row import times_by_heads
 
 LOST = 2.0**-33
 """More than the relative error of the products of adjoints in all entries that are passed."""
