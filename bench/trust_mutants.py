@@ -258,7 +258,7 @@ class Scene:
             for one in measured
         ]
         contract = {"digest": f"sha256:{'0' * 64}"}
-        report = {"schema": "kcdsl.report/2", "contract": contract, "clauses": rows}
+        report = {"schema": "kcdsl.report/3", "contract": contract, "clauses": rows}
         sides = {"train": self.triple.train.fingerprint, "infer": self.triple.infer.fingerprint}
         contents = {
             "trace": ("trace.parquet", b"PAR1" + bytes(64) + b"PAR1"),

@@ -95,7 +95,7 @@ class Evaluation(Shows):
         return self.exit is Exit.HELD
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document `kcdsl.report/2`."""
+        """Return the document `kcdsl.report/3`."""
         return self.report.to_json()
 
     def rows(self) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def _noisy(clause: DraftClause, rows: Mapping[str, list[ClauseResult]], wide: st
 
 def _values(row: ClauseResult) -> list[float]:
     """Return the numbers of a row: its value, the confidence limit of a sample, the noise floor."""
-    floor = None if row.beside is None else row.beside.noise_floor
+    floor = None if row.context is None else row.context.noise_floor
     found = [row.value, row.high if row.op == "<=" else row.low]
     if row.evidence == "census":
         found = [row.value]

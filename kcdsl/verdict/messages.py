@@ -196,7 +196,7 @@ def looks_in_words(looks: int | None) -> str:
     return "at one look" if looks == 1 else f"over {looks} looks together"
 
 
-# --- beside the limits ----------------------------------------------------------------------------
+# --- the context of results -----------------------------------------------------------------------
 
 
 def terse(value: float | None, row: Mapping[str, Any]) -> str:
@@ -204,7 +204,7 @@ def terse(value: float | None, row: Mapping[str, Any]) -> str:
     return told(value, row["threshold"], scale(row["unit"], row["threshold"]))
 
 
-def beside_rows(
+def context_rows(
     clauses: Sequence[Mapping[str, Any]],
     write: Callable[[float | None, Mapping[str, Any]], str] = against,
 ) -> tuple[list[dict[str, Any]], list[str]]:
@@ -225,11 +225,11 @@ def beside_rows(
         return reasons.index(why) + 1
 
     for row in clauses:
-        beside = row.get("beside") or {}
-        spread = beside.get("measured")
+        context = row.get("context") or {}
+        spread = context.get("measured")
         if spread is None:
             continue
-        certified, floor = beside.get("certified") or {}, beside.get("noise_floor") or {}
+        certified, floor = context.get("certified") or {}, context.get("noise_floor") or {}
         value, partial = certified.get("value"), certified.get("partial")
         bounded = f"{certified.get('requests')}/{certified.get('of')}"
         found.append(

@@ -1,6 +1,6 @@
 """The report of an evaluation, read and written: the results of all clauses, and their context.
 
-Plain frozen data, JSON with the schema "kcdsl.report/2" (`report.schema.json`) and nothing heavy.
+Plain frozen data, JSON with the schema "kcdsl.report/3" (`report.schema.json`) and nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kcdsl.verdict.result import ClauseResult
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import loose_load
 
-REPORT_SCHEMA = "kcdsl.report/2"
+REPORT_SCHEMA = "kcdsl.report/3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Report(DocumentRecord):
         return overall(self.clauses)[1]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.report/2"."""
+        """Return the document "kcdsl.report/3"."""
         head = {"schema": self.schema, "verdict": self.verdict, "exit": int(self.exit)}
         return head | Record.to_json(self)
 
@@ -262,7 +262,7 @@ Document = Mapping[str, Any]
 
 
 def differences(recorded: Document, found: Document) -> tuple[str, ...]:
-    """Return the differences of two documents "kcdsl.report/2", clauses first; () if equal.
+    """Return the differences of two documents "kcdsl.report/3", clauses first; () if equal.
 
     Numbers are compared in their JSON form, which is exact for float64.
     """

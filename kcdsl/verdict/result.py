@@ -52,7 +52,7 @@ class NoiseFloor(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Beside(Record):
+class ResultContext(Record):
     """Context of the result of one clause on one slice.
 
     `narrow` has reasons why the result is fragile: "few units" where there are fewer than 20 or one
@@ -170,7 +170,7 @@ class ClauseResult(Record):
     """The conclusion about the rate of exceedance; None for a census and for a mean."""
     needed: int | None = None
     """An estimate of the number of units that would decide an inconclusive clause."""
-    beside: Beside | None = None
+    context: ResultContext | None = None
     """Measured percentiles, certified bound and noise floor."""
     obligation: str = ""
     """The name of the obligation that was decided (kcdsl.ir.obligations)."""

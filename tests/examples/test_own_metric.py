@@ -104,6 +104,6 @@ def test_output_of_metric_functions_is_not_in_the_report(
     ran = cli_process(
         "evaluate", "--format", "json", *QUICK, "--jobs", jobs, "-o", "out", cwd=folder
     )
-    assert json.loads(ran.stdout)["schema"] == "kcdsl.report/2"
+    assert json.loads(ran.stdout)["schema"] == "kcdsl.report/3"
     assert "from the function" in ran.stderr
     assert "from the module" in ran.stderr

@@ -115,8 +115,8 @@ def test_page_contains_no_external_address(attribution: Any) -> None:
 def test_page_states_the_method_of_whole_model_bounds() -> None:
     document = conclude(evidence()).to_json()
     for row in document["clauses"]:
-        beside = {"measured": {"p50": 1e-6, "p99": 1e-6, "worst": 1e-6}}
-        row["beside"] = {**beside, "certified": None, "noise_floor": None}
+        context = {"measured": {"p50": 1e-6, "p99": 1e-6, "worst": 1e-6}}
+        row["context"] = {**context, "certified": None, "noise_floor": None}
     assert "bound of the whole model" not in page(document)
     document["bounding"] = {"domains": {"affine forms": ["a", "b"], "fewer passes": ["c"]}}
     text = page(document)
@@ -133,7 +133,7 @@ def test_reports_of_earlier_versions_have_a_page() -> None:
     for name in ("charts", "warnings", "bounding"):
         del document[name]
     for row in document["clauses"]:
-        del row["beside"]
+        del row["context"]
     text = page(document)
     assert "The contract is violated" in text
     assert "<svg" not in text

@@ -116,7 +116,7 @@ async def test_hover_over_a_suppressed_code(start: Start) -> None:
 async def test_hover_shows_the_last_verdict(start: Start) -> None:
     session = await start(VSCODE)
     report = {
-        "schema": "kcdsl.report/2",
+        "schema": "kcdsl.report/3",
         "contract": {"name": "demo", "version": "1.0.0", "digest": "sha256:00"},
         "clauses": [
             {"clause": "N-KL", "slice": "all", "verdict": "held", "value": 0.5, "unit": "nat"}

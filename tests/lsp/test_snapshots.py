@@ -319,7 +319,7 @@ def test_contract_with_errors_has_no_code_lens() -> None:
 def report(folder: Path, name: str, digest: str, clause: str, verdict: str, **row: object) -> None:
     (folder / "out").mkdir(exist_ok=True)
     content = {
-        "schema": "kcdsl.report/2",
+        "schema": "kcdsl.report/3",
         "contract": {"name": "demo", "version": "1.0.0", "digest": f"sha256:{digest}"},
         "clauses": [{"clause": clause, "slice": "long", "verdict": verdict, **row}],
     }
@@ -364,11 +364,11 @@ def test_verdict_of_the_current_contract_precedes_newer_ones(tmp_path: Path) -> 
         "[]",
         "{}",
         "3",
-        '{"schema": "kcdsl.report/2"}',
+        '{"schema": "kcdsl.report/3"}',
         '{"payload": "!"}',
-        '{"schema": "kcdsl.report/2", "contract": {}, "clauses": [{}]}',
+        '{"schema": "kcdsl.report/3", "contract": {}, "clauses": [{}]}',
         "[" * 5000,
-        '{"schema": "kcdsl.report/2", "contract": {"name": "demo", "digest": ""}, "clauses": '
+        '{"schema": "kcdsl.report/3", "contract": {"name": "demo", "digest": ""}, "clauses": '
         f'[{{"clause": "N", "slice": "all", "verdict": "held", "value": 1{"0" * 400}}}]}}',
     ],
 )

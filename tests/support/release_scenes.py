@@ -186,7 +186,7 @@ def evidence_of(
             "report.json",
             json.dumps(
                 {
-                    "schema": "kcdsl.report/2",
+                    "schema": "kcdsl.report/3",
                     "contract": contract,
                     "clauses": rows,
                     "environment": {"folder": folder.name},

@@ -22,7 +22,7 @@ from kcdsl_certs.statement import (
 )
 
 _CHUNK = 1 << 20
-_KERNELS, _REPORT = "kcdsl.kernels/1", "kcdsl.report/2"
+_KERNELS, _REPORT = "kcdsl.kernels/1", "kcdsl.report/3"
 _WORDS = {Verdict.PASSED: ("held",), Verdict.FAILED: ("violated",)}
 
 

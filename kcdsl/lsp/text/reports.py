@@ -1,7 +1,7 @@
 """The last verdicts about a contract, from the reports and certificates beside it.
 
 The files `out/*.json` and `*.json` next to the contract are read: reports of `kcdsl evaluate`
-(`kcdsl.report/2`) and certificates. A verdict for another digest of the contract is shown as stale.
+(`kcdsl.report/3`) and certificates. A verdict for another digest of the contract is shown as stale.
 Signatures are not checked here.
 """
 
@@ -89,7 +89,7 @@ def _read(file: Path, modified: int, size: int) -> tuple[Verdict, ...]:
         data = json.loads(read_bytes(file, _SIZE_LIMIT))
         if not isinstance(data, dict):
             return ()
-        if data.get("schema") == "kcdsl.report/2":
+        if data.get("schema") == "kcdsl.report/3":
             return tuple(_of_report(data, file.name, modified))
         return tuple(_of_certificate(data, file.name, modified))
     except (

@@ -24,7 +24,7 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
     """
     charts = report.get("charts") or {}
     unit = str(report["environment"].get("unit", "request"))
-    beside, reasons = messages.beside_rows(report["clauses"])
+    context, reasons = messages.context_rows(report["clauses"])
     return rendered(
         "page.html.j2",
         report=report,
@@ -38,7 +38,7 @@ def page(report: Mapping[str, Any], attribution: Mapping[str, Any] | None = None
         advice=messages.advice(report),
         findings=messages.findings(report),
         heatmap=heatmap(report["clauses"]),
-        beside=beside,
+        context=context,
         reasons=reasons,
         numerics=_numerics(report),
         domains=domains_in_words(report.get("bounding") or {}),
@@ -217,7 +217,7 @@ def _cell(parts: Sequence[Mapping[str, Any]]) -> Cell:
     sign, word = messages.VERDICTS[row["verdict"]]
     counted = row.get("exceedance")
     rate = None if counted is None else 1.0 - counted["rate"]
-    beside = row.get("beside") or {}
+    context = row.get("context") or {}
     return Cell(
         row["verdict"],
         sign,
@@ -225,5 +225,5 @@ def _cell(parts: Sequence[Mapping[str, Any]]) -> Cell:
         "" if rate is None else rate_text(rate),
         messages.against(row["value"], row),
         f"{row['n']} {row['counted']}" if counted is None else f"{counted['n']} {counted['of']}",
-        tuple(beside.get("narrow") or ()),
+        tuple(context.get("narrow") or ()),
     )

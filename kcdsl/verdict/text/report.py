@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kcdsl.ir.tables import is_bucket
-from kcdsl.verdict.messages import beside_rows, limit_of, looks_in_words, terse, where
+from kcdsl.verdict.messages import context_rows, limit_of, looks_in_words, terse, where
 from kcdsl.verdict.model import SHOWN
 from kcdsl.verdict.quantities import quantity, stated
 from kcdsl.verdict.report import Report, not_decided
@@ -35,7 +35,7 @@ def print_report(report: Report, stream: TextIO) -> None:
 def render(report: Document) -> RenderableType:
     """Return a report document as a rich renderable."""
     parts = [_heading(report), clause_table(report["clauses"]), *reasons(report["clauses"])]
-    parts += beside_parts(report)
+    parts += context_parts(report)
     if report["crosschecks"]:
         parts.append(_crosscheck_table(report["crosschecks"]))
     if any(row["statistics"] for row in report["slices"]):
@@ -136,9 +136,9 @@ def _slice_table(slices: Sequence[Document], unit: str) -> Table:
     )
 
 
-def beside_parts(report: Document) -> Iterator[RenderableType]:
+def context_parts(report: Document) -> Iterator[RenderableType]:
     """Yield the table and the reasons of missing numbers, each once; nothing without rows."""
-    rows, whys = beside_rows(report["clauses"], terse)
+    rows, whys = context_rows(report["clauses"], terse)
     if not rows:
         return
     unit = report["environment"].get("unit", "request")
@@ -158,7 +158,9 @@ def beside_parts(report: Document) -> Iterator[RenderableType]:
         f"\nmeasured beside certified ({unit}s by their worst token)",
     )
     numerics = report["bounding"].get("numerics")
-    if numerics and any(row["beside"] and row["beside"]["certified"] for row in report["clauses"]):
+    if numerics and any(
+        row["context"] and row["context"]["certified"] for row in report["clauses"]
+    ):
         claimed = f"{numerics['train']} and {numerics['infer']}"
         yield Text(f" certified: for kernels that compute as claimed, {claimed}", style="dim")
     if domains := domains_in_words(report["bounding"]):

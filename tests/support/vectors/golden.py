@@ -258,7 +258,7 @@ def report(results: Iterable[CertifiedClause]) -> bytes:
         for clause in results
     ]
     digest = f"sha256:{CONTRACT.digest}"
-    document = {"schema": "kcdsl.report/2", "contract": {"digest": digest}, "clauses": rows}
+    document = {"schema": "kcdsl.report/3", "contract": {"digest": digest}, "clauses": rows}
     return json.dumps(document, indent=1).encode() + b"\n"
 
 

@@ -106,7 +106,7 @@ def bits(rows: Sequence[ClauseResult]) -> list[object]:
             return {key: plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, list) else value
 
-    bare = ({k: v for k, v in row.to_json().items() if k != "beside"} for row in rows)
+    bare = ({k: v for k, v in row.to_json().items() if k != "context"} for row in rows)
     return [plain(row) for row in bare]
 
 

@@ -482,7 +482,7 @@ def test_whole_requests_are_bounded_within_the_time_limit(cli: Any, write: Write
     folder = write("{require: max(kl) <= 1e-3, slices: [all], level: L2}")
     ran = cli("evaluate", "--bound-seconds", "120", "--format", "json", cwd=folder)
     found = document(ran.stdout)
-    certified = found["clauses"][0]["beside"]["certified"]
+    certified = found["clauses"][0]["context"]["certified"]
     assert (certified["requests"], certified["of"], certified["reason"]) == (2, 2, None)
     assert certified["value"] >= found["clauses"][0]["value"]
     assert found["bounding"]["numerics"]["infer"] == "torch.sdpa.flash float32"

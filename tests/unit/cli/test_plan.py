@@ -396,8 +396,8 @@ def test_invalid_values_give_no_estimate(write: Write, planned: Any, value: floa
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{}", "[]", "null", "NaN", "[" * 100_000, '{"schema": "kcdsl.report/2"}',
-        '{"schema": "kcdsl.report/2", "clauses": [{}]}', '{"schema": "kcdsl.trace/1"}',
+        "", "{}", "[]", "null", "NaN", "[" * 100_000, '{"schema": "kcdsl.report/3"}',
+        '{"schema": "kcdsl.report/3", "clauses": [{}]}', '{"schema": "kcdsl.trace/1"}',
         '{"schema": "kcdsl.trace/1"', "\x00", '{"schema": "kcdsl.kernels/1"}', "kcdsl: 1",
     ],
 )  # fmt: skip

@@ -125,7 +125,7 @@ def test_malformed_attribution_is_named(cli: Cli, tmp_path: Path, kinds: dict[st
 DAMAGE: dict[str, Any] = {
     "no JSON": lambda text: text[: len(text) // 2],
     "not a number": lambda text: text.replace('"exit": 0', '"exit": NaN'),
-    "another schema": lambda text: text.replace("kcdsl.report/2", "kcdsl.report/9"),
+    "another schema": lambda text: text.replace("kcdsl.report/3", "kcdsl.report/9"),
     "a list": lambda text: "[]",
     "a verdict of its own": lambda text: text.replace(
         '"verdict": "held"', '"verdict": "violated"', 1

@@ -1,4 +1,4 @@
-"""Report fields beside clauses: percentiles, certified bounds, noise floor, narrow results."""
+"""The context of results: percentiles, certified bounds, noise floor, narrow results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from kcdsl.ir.terms import Abs, Arith, Compare, Metric, Number, Statistic
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
-from kcdsl.verdict.text.report import beside_parts
+from kcdsl.verdict.text.report import context_parts
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, SamplingUnit
 from tests.support.evidence import clause, evidence
@@ -39,19 +39,19 @@ def bounded(found: EvidenceTable, factor: float) -> EvidenceTable:
 def test_percentiles_count_requests_by_their_worst_token() -> None:
     found = evidence()
     worst = sorted(float(run.unit.values["kl"].max()) for run in found.runs.values())
-    beside = row_of(conclude(found), "N-KL").beside
-    assert beside is not None
-    assert beside.measured is not None
-    assert (beside.measured.p50, beside.measured.p99) == (worst[29], worst[59])
-    assert beside.measured.worst == worst[-1]
+    context = row_of(conclude(found), "N-KL").context
+    assert context is not None
+    assert context.measured is not None
+    assert (context.measured.p50, context.measured.p99) == (worst[29], worst[59])
+    assert context.measured.worst == worst[-1]
 
 
 def test_worst_token_of_agreement_metrics_is_the_smallest() -> None:
     found = evidence()
-    beside = row_of(conclude(found), "S-TOP1").beside
-    assert beside is not None
-    assert beside.measured is not None
-    assert beside.measured.worst == min(
+    context = row_of(conclude(found), "S-TOP1").context
+    assert context is not None
+    assert context.measured is not None
+    assert context.measured.worst == min(
         float(run.unit.values["top1_overlap"].min()) for run in found.runs.values()
     )
 
@@ -60,11 +60,11 @@ def test_bound_of_a_statistic_is_the_statistic_of_bounds() -> None:
     report = conclude(bounded(evidence(), 3.0))
     for name in ("N-KL", "N-MAX", "N-TV"):
         row = row_of(report, name)
-        assert row.beside is not None
-        assert row.beside.certified is not None
+        assert row.context is not None
+        assert row.context.certified is not None
         assert row.value is not None
-        assert row.beside.certified.value == pytest.approx(3 * row.value)
-        assert row.beside.certified.requests == row.beside.certified.of == 60
+        assert row.context.certified.value == pytest.approx(3 * row.value)
+        assert row.context.certified.requests == row.context.certified.of == 60
 
 
 def test_maximum_needs_a_bound_of_every_request() -> None:
@@ -74,8 +74,8 @@ def test_maximum_needs_a_bound_of_every_request() -> None:
         found, certified={**found.certified, key: SamplingUnit(key, 1, failure="no time")}
     )
     row = row_of(conclude(found), "N-MAX")
-    assert row.beside is not None
-    certified = row.beside.certified
+    assert row.context is not None
+    certified = row.context.certified
     assert certified is not None
     assert certified.value is None
     assert (certified.requests, certified.of, certified.reason) == (59, 60, "no time")
@@ -92,10 +92,10 @@ def test_percentile_needs_bounds_of_enough_requests() -> None:
         for key in found.certified
     )
     row = row_of(conclude(found), "N-HALF")
-    assert row.beside is not None
-    assert row.beside.certified is not None
-    assert row.beside.certified.value == bounds[29]
-    assert row.beside.certified.reason is None
+    assert row.context is not None
+    assert row.context.certified is not None
+    assert row.context.certified.value == bounds[29]
+    assert row.context.certified.reason is None
 
 
 def test_infinite_bound_is_reported_as_none() -> None:
@@ -110,8 +110,8 @@ def test_infinite_bound_is_reported_as_none() -> None:
     for changed in (1, 60):
         some = {**found.certified, **dict(list(endless.items())[:changed])}
         row = row_of(conclude(replace(found, certified=some)), "N-MAX")
-        assert row.beside is not None
-        certified = row.beside.certified
+        assert row.context is not None
+        certified = row.context.certified
         assert certified is not None
         assert certified.value is None
         assert (certified.requests, certified.of) == (60 - changed, 60)
@@ -124,9 +124,9 @@ def test_bound_names_its_domains() -> None:
     domains = {"sharp": keys[:1], "quick": keys[1:], "unused": []}
     report = conclude(replace(found, bounding={"domains": domains}))
     row = row_of(report, "N-MAX")
-    assert row.beside is not None
-    assert row.beside.certified is not None
-    assert row.beside.certified.domains == ("sharp", "quick")
+    assert row.context is not None
+    assert row.context.certified is not None
+    assert row.context.certified.domains == ("sharp", "quick")
     jsonschema.validate(report.to_json(), report_schema())
 
 
@@ -139,10 +139,10 @@ def test_nan_noise_floor_is_omitted() -> None:
     assert odd
     report = conclude(replace(found, floor=odd))
     row = row_of(report, "N-KL")
-    assert row.beside is not None
-    assert row.beside.noise_floor is not None
-    assert row.beside.noise_floor.value is None
-    assert not row.beside.noise_floor.above
+    assert row.context is not None
+    assert row.context.noise_floor is not None
+    assert row.context.noise_floor.value is None
+    assert not row.context.noise_floor.above
 
 
 def test_bound_of_a_magnitude_does_not_bound_the_signed_value() -> None:
@@ -152,7 +152,7 @@ def test_bound_of_a_magnitude_does_not_bound_the_signed_value() -> None:
         clause("N-LEAST", "min", "kl", "0", op=">="),
     )
     report = conclude(bounded(evidence(clauses), 3.0))
-    known = {row.clause: row.beside.certified for row in report.clauses if row.beside is not None}
+    known = {row.clause: row.context.certified for row in report.clauses if row.context is not None}
     assert known["N-SIZE"] is not None
     assert known["N-SIZE"].value is not None
     for name in ("N-SIGNED", "N-LEAST"):
@@ -173,41 +173,41 @@ def test_magnitude_of_a_mean_is_bounded_by_mean_magnitudes() -> None:
         for key, run in found.runs.items()
     }
     report = conclude(replace(found, certified=limits))
-    beside, sizes = row_of(report, "N-BIAS").beside, row_of(report, "N-SIZE").beside
-    assert beside is not None
+    context, sizes = row_of(report, "N-BIAS").context, row_of(report, "N-SIZE").context
+    assert context is not None
     assert sizes is not None
-    assert beside.measured == sizes.measured
+    assert context.measured == sizes.measured
     every = np.concatenate([unit.values["log_ratio"] for unit in limits.values()])
-    assert beside.certified is not None
-    assert beside.certified.value == pytest.approx(float(every.mean()), rel=1e-12)
+    assert context.certified is not None
+    assert context.certified.value == pytest.approx(float(every.mean()), rel=1e-12)
     noise = np.concatenate([unit.values["log_ratio"] for unit in found.floor.values()])
-    assert beside.noise_floor is not None
-    assert beside.noise_floor.value == pytest.approx(abs(float(noise.mean())), rel=1e-12)
+    assert context.noise_floor is not None
+    assert context.noise_floor.value == pytest.approx(abs(float(noise.mean())), rel=1e-12)
 
 
 def test_sums_of_metrics_have_a_floor_and_no_bound() -> None:
     summed = Statistic("quantile", Arith("+", Metric("kl"), Metric("tv")), Fraction(1, 2))
     bare = clause("N-SUM", "mean", "kl", "1")
     found = evidence((replace(bare, require=Compare("<=", summed, Number(Fraction(1)))),))
-    beside = row_of(conclude(bounded(found, 3.0)), "N-SUM").beside
-    assert beside is not None
+    context = row_of(conclude(bounded(found, 3.0)), "N-SUM").context
+    assert context is not None
     worst = sorted(
         float((run.unit.values["kl"] + run.unit.values["tv"]).max()) for run in found.runs.values()
     )
-    assert beside.measured is not None
-    assert (beside.measured.p50, beside.measured.worst) == (worst[29], worst[-1])
-    assert beside.certified is not None
-    assert beside.certified.value is None
-    assert beside.certified.reason == "values made of others have no bound of their own"
+    assert context.measured is not None
+    assert (context.measured.p50, context.measured.worst) == (worst[29], worst[-1])
+    assert context.certified is not None
+    assert context.certified.value is None
+    assert context.certified.reason == "values made of others have no bound of their own"
     noise = sorted(
         float((unit.values["kl"] + unit.values["tv"]).max()) for unit in found.floor.values()
     )
-    assert beside.noise_floor is not None
-    assert beside.noise_floor.value == noise[3]
+    assert context.noise_floor is not None
+    assert context.noise_floor.value == noise[3]
     lacking = {
         key: replace(unit, values={"kl": unit.values["kl"]}) for key, unit in found.floor.items()
     }
-    without = row_of(conclude(replace(found, floor=lacking)), "N-SUM").beside
+    without = row_of(conclude(replace(found, floor=lacking)), "N-SUM").context
     assert without is not None
     assert without.noise_floor is not None
     assert without.noise_floor.reason == "tv was not measured between batchings"
@@ -218,23 +218,23 @@ def test_threshold_below_the_noise_floor_is_reported() -> None:
     below = {(w.code, w.clause) for w in report.warnings}
     assert below == {("KC670", "N-RATIO")}
     row = row_of(report, "N-RATIO")
-    assert row.beside is not None
-    assert row.beside.noise_floor is not None
-    assert row.beside.noise_floor.above
+    assert row.context is not None
+    assert row.context.noise_floor is not None
+    assert row.context.noise_floor.above
     assert row.threshold is not None
-    assert row.beside.noise_floor.value is not None
-    assert row.beside.noise_floor.value > row.threshold
+    assert row.context.noise_floor.value is not None
+    assert row.context.noise_floor.value > row.threshold
     loose = conclude(evidence((clause("N-RATIO", "max", "kl", "1"),)))
     assert loose.warnings == ()
 
 
 def test_kernel_without_batches_has_no_noise_floor() -> None:
     row = row_of(conclude(evidence(floor={})), "N-KL")
-    assert row.beside is not None
-    assert row.beside.noise_floor is not None
-    assert row.beside.noise_floor.value is None
+    assert row.context is not None
+    assert row.context.noise_floor is not None
+    assert row.context.noise_floor.value is None
     assert (
-        row.beside.noise_floor.reason == "the training kernel was not batched, or takes no batches"
+        row.context.noise_floor.reason == "the training kernel was not batched, or takes no batches"
     )
 
 
@@ -252,8 +252,8 @@ def test_narrow_results_are_marked(case: str) -> None:
     (count, q, limit), expected = NARROW[case]
     clauses = (clause("N-KL", "quantile", "kl", limit, q=q),)
     row = row_of(conclude(evidence(clauses, count=count)), "N-KL")
-    assert row.beside is not None
-    assert row.beside.narrow == expected
+    assert row.context is not None
+    assert row.context.narrow == expected
 
 
 def test_value_within_a_tenth_of_its_threshold_is_near() -> None:
@@ -262,8 +262,8 @@ def test_value_within_a_tenth_of_its_threshold_is_near() -> None:
     for factor, near in ((1.05, True), (0.95, True), (1.3, False), (0.5, False)):
         report = conclude(evidence((clause("N-KL", "max", "kl", repr(factor * worst)),)))
         row = row_of(report, "N-KL")
-        assert row.beside is not None
-        assert ("near the threshold" in row.beside.narrow) is near
+        assert row.context is not None
+        assert ("near the threshold" in row.context.narrow) is near
 
 
 @pytest.mark.full
@@ -289,7 +289,7 @@ def test_census_prints_no_confidence_limit() -> None:
 
 def table_of(report: Report) -> str:
     console = Console(file=StringIO(), width=160)
-    for part in beside_parts(report.to_json()):
+    for part in context_parts(report.to_json()):
         console.print(part)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()

@@ -773,7 +773,7 @@ def test_report_of_an_untrusted_run_does_not_count(
     from tests.support.promotions import digest
 
     report = pipeline.folder / "report.json"
-    report.write_text('{"schema": "kcdsl.report/2"}', encoding="utf-8")
+    report.write_text('{"schema": "kcdsl.report/3"}', encoding="utf-8")
     broken = {"O-TRACE/all/0": ObligationResult("violated", "census", reason="no seed")}
     stand_in = EvidenceDocument(
         DocumentKind.REPORT, str(report), digest("report"), frozenset(), broken

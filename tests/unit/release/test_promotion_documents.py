@@ -47,7 +47,7 @@ def report(row: dict[str, Any]) -> dict[str, Any]:
     rest: dict[str, Any] = {key: {} for key in ("health", "environment", "deferred")}
     rest |= {key: [] for key in ("slices", "prechecks", "crosschecks", "implied", "notes", "data")}
     return {
-        "schema": "kcdsl.report/2", **base(ABOUT, row), "kernels": kernels, "model": weights,
+        "schema": "kcdsl.report/3", **base(ABOUT, row), "kernels": kernels, "model": weights,
         "verdict": row["verdict"], "exit": int(EXITS[row["verdict"]]), "action": "log", **rest,
     }  # fmt: skip
 

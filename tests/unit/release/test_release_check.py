@@ -332,10 +332,10 @@ def test_unsigned_statement_is_distinguished_from_a_certificate(
 
 def test_other_documents_are_no_certificates(folder: Path, certificate: Path, cli: Cli) -> None:
     other = certificate.with_name("report.json")
-    other.write_text('{"schema": "kcdsl.report/2", "confidence": 0.95}')
+    other.write_text('{"schema": "kcdsl.report/3", "confidence": 0.95}')
     ran = cli("check", other, "--key", "kcdsl.key.pub", cwd=folder)
     assert ran.code == 2
-    assert f"{other} is the document kcdsl.report/2, no certificate" in ran.stderr
+    assert f"{other} is the document kcdsl.report/3, no certificate" in ran.stderr
 
 
 @pytest.mark.parametrize("command", ["check", "show"])

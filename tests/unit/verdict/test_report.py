@@ -19,7 +19,7 @@ from kcdsl.verdict.html import page
 from kcdsl.verdict.model import InvalidEvidence, Violated
 from kcdsl.verdict.quantities import quantity
 from kcdsl.verdict.report import Report
-from kcdsl.verdict.result import Beside, Certified, MeasuredPercentiles, NoiseFloor
+from kcdsl.verdict.result import Certified, MeasuredPercentiles, NoiseFloor, ResultContext
 from kcdsl.verdict.text.report import print_report
 from tests.support.reports import ROW, VERDICTS, report, report_schema
 
@@ -48,7 +48,7 @@ def test_report_document_follows_its_published_schema() -> None:
     document = json.loads(report(*rows).dumps())
     jsonschema.Draft202012Validator.check_schema(report_schema())
     jsonschema.validate(document, report_schema())
-    assert document["schema"] == "kcdsl.report/2"
+    assert document["schema"] == "kcdsl.report/3"
     assert document["clauses"][0]["value"] is None
     assert document["clauses"][0]["deviation"] is None
     assert document["health"]["deviation"] is None
@@ -155,13 +155,13 @@ def test_numbers_are_not_truncated_on_a_narrow_terminal(
 
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("NO_COLOR", "1")
-    beside = Beside(
+    context = ResultContext(
         MeasuredPercentiles(1.23e-10, 4.56e-10, 7.89e-10),
         Certified(None, 1, 48, 0.000123, "there is no time left"),
         NoiseFloor(9.87e-11, 8),
     )
     stream = Terminal()
-    row = replace(ROW, value=0.0200001, threshold=0.02, beside=beside, verdict=VERDICTS[1])
+    row = replace(ROW, value=0.0200001, threshold=0.02, context=context, verdict=VERDICTS[1])
     print_report(report(row), stream)
     text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
     for number in (

@@ -10,7 +10,7 @@ import pytest
 from kcdsl.verdict.report import differences
 
 REPORT: dict[str, Any] = {
-    "schema": "kcdsl.report/2",
+    "schema": "kcdsl.report/3",
     "clauses": [
         {"clause": "A", "slice": "all", "value": 0.1, "verdict": "held"},
         {"clause": "A", "slice": "all", "value": None, "verdict": "inconclusive"},

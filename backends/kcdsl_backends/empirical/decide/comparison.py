@@ -15,7 +15,13 @@ import numpy as np
 
 from kcdsl.ir.formulas import subterms
 from kcdsl.ir.terms import Abs, Arith, Clause, Metric, Norm, Number, Statistic, Term
-from kcdsl.verdict.result import Beside, Certified, ClauseResult, MeasuredPercentiles, NoiseFloor
+from kcdsl.verdict.result import (
+    Certified,
+    ClauseResult,
+    MeasuredPercentiles,
+    NoiseFloor,
+    ResultContext,
+)
 from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decide.values import Side, worst_of_units
@@ -35,18 +41,20 @@ _UNBOUNDED = {False: np.inf, True: -np.inf}
 """The value of a missing bound from above (False) and from below (True)."""
 
 
-def beside(clause: Clause, row: ClauseResult, data: SliceData, evidence: EvidenceTable) -> Beside:
-    """Return the comparison values for the result of a clause on a slice."""
+def result_context(
+    clause: Clause, row: ClauseResult, data: SliceData, evidence: EvidenceTable
+) -> ResultContext:
+    """Return the context of the result of a clause on a slice."""
     comparison = main_comparison(clause.require)
     narrow = narrowness(clause, row)
     if comparison is None:
-        return Beside(narrow=narrow)
+        return ResultContext(narrow=narrow)
     term, op = comparison.left, comparison.op
     names = _names_of(_inner(term))
     if not names or any(_is_timed(name, data) for name in names):
-        return Beside(narrow=narrow)
+        return ResultContext(narrow=narrow)
     side: Side = "lower" if op in (">=", ">") else "upper"
-    return Beside(
+    return ResultContext(
         measured(_inner(term), data, side),
         certified(term, names, data, side, evidence),
         floor(term, names, side, row.threshold, evidence),

@@ -21,7 +21,7 @@ from kcdsl.verdict.report import Precheck, Report, SliceSummary, Statistics, War
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.charts.series import mean
-from kcdsl_backends.empirical.decide.comparison import beside
+from kcdsl_backends.empirical.decide.comparison import result_context
 from kcdsl_backends.empirical.decide.judgement import evidence_kind
 from kcdsl_backends.empirical.decide.repeats import by_prompt, repeated, with_drawn_runs
 from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
@@ -151,7 +151,7 @@ def decide(
         ]
     decided, statistics = decide_all(cases, program, evidence.seed, evidence.looks)
     rows = [
-        replace(row, beside=beside(case.obligation.part, row, case.data, evidence))
+        replace(row, context=result_context(case.obligation.part, row, case.data, evidence))
         for case, row in zip(cases, decided, strict=True)
     ]
     results: list[ClauseResult] = []
@@ -243,7 +243,7 @@ def below_noise(results: Sequence[ClauseResult]) -> tuple[Warned, ...]:
     kernel."""
     found = []
     for row in results:
-        floor = None if row.beside is None else row.beside.noise_floor
+        floor = None if row.context is None else row.context.noise_floor
         if floor is None or not floor.above or floor.value is None or row.threshold is None:
             continue
         far = "above" if row.op in (">=", ">") else "below"

@@ -192,7 +192,7 @@ def floors(
             if _rows_of(document, row.slice) == _rows_of(candidate, row.slice)
             for value in _reference_values(row, document, upper)
         ]
-        own = None if row.beside is None else row.beside.noise_floor
+        own = None if row.context is None else row.context.noise_floor
         if own is not None and own.value is not None and math.isfinite(own.value):
             values.append(own.value)
         if not values:

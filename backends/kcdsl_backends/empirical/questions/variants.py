@@ -104,7 +104,7 @@ def _plain(pairs: object) -> Any:
 def _cell(report: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "verdict": report["verdict"],
-        "rows": [pass_record(row, row["beside"]["narrow"]) for row in report["clauses"]],
+        "rows": [pass_record(row, row["context"]["narrow"]) for row in report["clauses"]],
         "slices": report["slices"],
         "failed_checks": failed_checks(report["prechecks"]),
         "deferred": report["deferred"],

@@ -92,7 +92,7 @@ def test_units_of_several_texts_have_no_positions(evaluated: Evaluate) -> None:
 def test_report_page_counts_prompts(evaluated: Evaluate, tmp_path: Path) -> None:
     evaluated(4)
     text = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    cells = text[text.index('class="heat"') : text.index('id="beside"')]
+    cells = text[text.index('class="heat"') : text.index('id="context"')]
     assert "6 prompts" in cells
     assert "requests" not in cells.replace("abs(log_ratio)) <= 10, up to 5% of requests", "")
     assert "was not read" in text
