@@ -242,7 +242,7 @@ def test_norms_and_squares_tighten_products_of_errors(
     named = derived(tmp_path, graph, record, centre, radius, forms.passes)
     asking = ("_mul",) if rule == "3.8" else ("_mul", "_silu")
     unnamed = {
-        side: [p for p in made if not p["at"].endswith(asking) or p["kind"] == "reach"]
+        side: [p for p in made if not p["at"].endswith(asking) or p["kind"] == "elements"]
         for side, made in forms.passes.items()
     }
     plain = derived(tmp_path, graph, record, centre, radius, unnamed)
@@ -270,7 +270,7 @@ def test_inadmissible_pass_is_not_run(tmp_path: Path) -> None:
     asked = [
         {"at": name, "of": name, "kind": kind, **rows}
         for name in (norm, graph.output)
-        for kind in ("reach", "ellipsoid")
+        for kind in ("elements", "ellipsoid")
     ]
     walk = derived(tmp_path, graph, record, centre, 0.0, {"train": [], "infer": asked}).infer
     assert walk.tape.settled == 0

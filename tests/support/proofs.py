@@ -230,7 +230,7 @@ def document(
         "witness": witness,
     }
     return {
-        "schema": "kcdsl.interval-proof/1",
+        "schema": "kcdsl.interval-proof/2",
         "block": "block_0",
         "checkpoint": {"sha256": sha256},
         "numerics": {"train": train, "infer": infer},

@@ -38,10 +38,10 @@ from kcdsl_backends.drift.interval import kernel_boxes
 
 IGNORED = 2.0**-12
 """A training error up to this share of the inference error is bounded without a reverse pass."""
-BESIDE = 2.0**-9
+NEGLIGIBLE = 2.0**-9
 """Parts of the training error up to this share of the width of the inference kernel's stored output
 are not propagated further."""
-BESIDE_MANY = 2.0**-5
+NEGLIGIBLE_OF_MANY = 2.0**-5
 """The same where the output has many rows (`reads_many`), or wide ones: there it is a share of the
 largest width of all elements."""
 
@@ -159,7 +159,9 @@ class AffineForms:
         many, spare = reads_many(self.shape, self.shape[-1]), (infer.hi - infer.lo) / 2
         if self.train.wide:
             many, spare = True, spare.amax().expand(self.shape)
-        return infer - _stored(self.train, self.output, spare * (BESIDE_MANY if many else BESIDE))
+        return infer - _stored(
+            self.train, self.output, spare * (NEGLIGIBLE_OF_MANY if many else NEGLIGIBLE)
+        )
 
     @property
     def readings(self) -> tuple[Apart, Apart]:

@@ -44,11 +44,11 @@ Row = tuple[int, ...]
 
 # Adjoints of the training kernel stop at an entry where their bound is at most this share of the
 # error of the inference kernel. Claims exceed a prover's bound by 2^-10, room for a few such parts.
-_FAINT = 2.0**-12
+_NEGLIGIBLE = 2.0**-12
 
 # The same where the output has many rows: less than the share of a prover, 2^-5, so that a prover
 # stops there as well.
-_FAINT_OF_MANY = 2.0**-5 - 2.0**-9
+_NEGLIGIBLE_OF_MANY = 2.0**-5 - 2.0**-9
 
 _OTHERS = 2.0**-6 - 2.0**-8  # of other operands of a wide sum, less than that of a prover
 
@@ -177,7 +177,9 @@ class Pair:
             many, spare = reads_many(self.shape, self.shape[-1]), (infer.hi - infer.lo) / 2
             if self.train.wide:
                 many, spare = True, np.full(self.shape, spare.max())
-            train = _stored(self.train, self.t, spare * (_FAINT_OF_MANY if many else _FAINT))
+            train = _stored(
+                self.train, self.t, spare * (_NEGLIGIBLE_OF_MANY if many else _NEGLIGIBLE)
+            )
             stored = box.sub(infer, train)
             lo, hi = np.maximum(lo, stored.lo), np.minimum(hi, stored.hi)
         return box.checked(Box(lo, hi), "the drift of the output")
@@ -332,7 +334,7 @@ def _passed(at: Walk, error_bound: Floats) -> bool:
         return False
     for name in node.inputs:
         form = form_of(at.forms[name])
-        deep, near = asked(at, name, "reach", form.shape)
+        deep, near = asked(at, name, "elements", form.shape)
         if (deep | near).all() and (
             error_bound - form.error_bound
         ).max() <= _OTHERS * error_bound.max():

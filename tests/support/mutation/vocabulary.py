@@ -37,13 +37,13 @@ WORDS: dict[str, tuple[str, ...]] = {
         *("0.0078125", "0.03125", "0.5", "1/3", "1/64", "0.50", "0.0156250", "15625e-6"),
         *("0", "0.0", "-0.015625", "0.75", "1", "nan", "0x1.0000000000000p-6"),
     ),
-    "graphs{}.graph.schema": ("kcdsl.block-graph/2", "kcdsl.interval-proof/1"),
+    "graphs{}.graph.schema": ("kcdsl.block-graph/2", "kcdsl.interval-proof/2"),
     "graphs{}.graph.block": ("block_1",),
     **{
         f"cases[].passes.{side}[].{field}": words
         for side in ("train", "infer")
         for field, words in (
-            ("kind", ("reach", "deviations", "norm", "ellipsoid", "product", "all")),
+            ("kind", ("elements", "deviations", "norm", "ellipsoid", "product", "all")),
             ("stop", ("cut", "input", "middle")),
         )
     },

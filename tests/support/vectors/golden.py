@@ -130,7 +130,7 @@ def proof() -> bytes:
     """Return a proof document with the fields by which it is bound to its clause (no cases)."""
     return canonical_json(
         {
-            "schema": "kcdsl.interval-proof/1",
+            "schema": "kcdsl.interval-proof/2",
             "block": "attn_0",
             "checkpoint": {"sha256": hashlib.sha256(weights()).hexdigest()},
             "numerics": {"train": numerics("float32"), "infer": numerics("bfloat16")},

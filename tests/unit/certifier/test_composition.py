@@ -151,7 +151,7 @@ def test_chains_decide_goals(decide: Decide) -> None:
         assert one.verdict == Held(), one
         assert one.confirmed
         document = json.loads(one.proof or b"")
-        assert document["schema"] == "kcdsl.chain-proof/2"
+        assert document["schema"] == "kcdsl.chain-proof/3"
         assert [case["name"] for case in document["cases"]] == ["p0", "p1"]
         for case in one.cases:
             assert case.links[-1].bound == case.bound
@@ -166,7 +166,7 @@ def test_chains_decide_goals(decide: Decide) -> None:
 def test_proofs_without_chains_are_unchanged(decide: Decide) -> None:
     one, two = decide(MODEL, chain=False, attacks=False), decide(MODEL, attacks=False)
     document = json.loads(one[0].proof or b"")
-    assert document["schema"] == "kcdsl.interval-proof/1"
+    assert document["schema"] == "kcdsl.interval-proof/2"
     assert set(document["cases"][0]) <= {
         "name", "graph", "region", "claim", "witness", "domain", "passes",
     }  # fmt: skip

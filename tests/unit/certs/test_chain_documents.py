@@ -121,7 +121,7 @@ def test_chains_are_accepted(tokens: Base, halves: Base, follows: Any) -> None:
 
 def test_schemas_of_chains_and_proofs_agree(schemas: Any) -> None:
     """The common definitions of chains and proofs exist in both schemas."""
-    one, two = (schemas[f"kcdsl.{name}"] for name in ("interval-proof/1", "chain-proof/2"))
+    one, two = (schemas[f"kcdsl.{name}"] for name in ("interval-proof/2", "chain-proof/3"))
     both = set(one["definitions"]) & set(two["definitions"]) - {"case"}
     assert both >= {"sha256", "hex", "claim", "passes", "array", "kernel", "graph"}
     assert {name: one["definitions"][name] for name in both} == {
@@ -521,7 +521,7 @@ def test_proof_of_one_block_admits_no_chain_fields(halves: Base) -> None:
     parameters = {n["attrs"]["key"] for n in graph["graph"]["nodes"] if n["op"] == "param"}
     plain = {
         **document,
-        "schema": "kcdsl.interval-proof/1",
+        "schema": "kcdsl.interval-proof/2",
         "block": graph["graph"]["block"],
         "graphs": {link["graph"]: graph},
         "parameters": {key: document["parameters"][key] for key in parameters},

@@ -171,7 +171,7 @@ CHANGES: dict[str, tuple[Callable[[Document], None], str]] = {
     "no cases": (put("cases", to=[]), "document/cases"),
     "two cases of one name": (put("cases", 1, "name", to="case-0"), "document/cases"),
     "unknown graph": (put(*CASE, "graph", to="0" * 64), "document/cases"),
-    "schema": (put("schema", to="kcdsl.interval-proof/2"), "document/schema"),
+    "schema": (put("schema", to="kcdsl.interval-proof/1"), "document/schema"),
     "block": (put("block", to="block_1"), "graph/block"),
     "checkpoint digest": (put("checkpoint", "sha256", to="0" * 64), "checkpoint/digest"),
     "checkpoint digest in capitals": (put("checkpoint", "sha256", to=str.upper), "document/field"),
@@ -553,7 +553,7 @@ def test_token_ids_require_an_embedding(tmp_path: Path) -> None:
     assert recheck(proofs.dump(document), path).reason == "graph/field"
 
 
-PASS = {"at": "n2_rms_norm", "of": "n0_input", "kind": "reach", "stop": "input", "rows": [0, 1]}
+PASS = {"at": "n2_rms_norm", "of": "n0_input", "kind": "elements", "stop": "input", "rows": [0, 1]}
 
 
 @pytest.mark.parametrize(

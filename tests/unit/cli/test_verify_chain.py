@@ -44,7 +44,7 @@ def test_chain_is_certified_and_checked(
         assert [link["cached"] for link in case["links"]] == [False] * len(case["links"])
         assert case["links"][-1]["bound"] == case["bound"]
         proof = json.loads((folder / "out" / f"{goal['clause']}.proof.json").read_bytes())
-        follows(proof, "kcdsl.chain-proof/2")
+        follows(proof, "kcdsl.chain-proof/3")
     checked = cli(
         *(
             "check",

@@ -115,7 +115,7 @@ def run(folder: Path, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch)
         proved: list[Any] = []
         for file in out.glob("*.json"):
             document = json.loads(file.read_text())
-            if ran.code == 0 and document.get("schema") == "kcdsl.interval-proof/1":
+            if ran.code == 0 and document.get("schema") == "kcdsl.interval-proof/2":
                 assert recheck(file.read_bytes(), folder / "model.safetensors").ok
                 proved = document["cases"]
         return Done(ran.code, goal, proved)

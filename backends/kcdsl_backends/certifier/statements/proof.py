@@ -17,8 +17,8 @@ from kcdsl.model.graph import BlockGraph, array_digest
 from kcdsl.model.numerics import Numerics
 from kcdsl_backends.certifier.statements.problems import LEAST_CLAIM, claim_margin
 
-PROOF_SCHEMA = "kcdsl.interval-proof/1"
-CHAIN_SCHEMA = "kcdsl.chain-proof/2"
+PROOF_SCHEMA = "kcdsl.interval-proof/2"
+CHAIN_SCHEMA = "kcdsl.chain-proof/3"
 
 
 def encode_array(array: NDArray[Any]) -> dict[str, Any]:

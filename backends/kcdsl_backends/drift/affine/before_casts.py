@@ -34,7 +34,7 @@ def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
     if node.op != "linear" or not stops or not bool(needed.any()):
         return entry
     place, floor = run.tape.add(entry), run.tape.near
-    if run.passing(node, place, "reach", needed, floor):
+    if run.passing(node, place, "elements", needed, floor):
         run.tape.tighten(place, elements(run.tape, place, needed, floor))
         run.lowered.add(node.name)
     return run.tape.entries.pop()

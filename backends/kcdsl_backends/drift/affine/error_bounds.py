@@ -527,7 +527,7 @@ def tighten_error(
         return
     for floor in tape.floors if floors is None else floors:
         rows = needed(tape.entries[index].error_bound)
-        if not run.passing(node, index, "reach", rows, floor):
+        if not run.passing(node, index, "elements", rows, floor):
             return
         tape.tighten(index, elements(tape, index, rows, floor))
 

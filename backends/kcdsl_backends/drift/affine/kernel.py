@@ -19,7 +19,7 @@ from kcdsl_backends.drift.boxes.rounding import ONCE, Apart, Rounding, reads_twi
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.boxes.weight_ball import WeightBall
 
-Kind = Literal["reach", "deviations", "norm", "ellipsoid", "product"]
+Kind = Literal["elements", "deviations", "norm", "ellipsoid", "product"]
 """Single elements; elements minus a mean, and the direction of a norm; the norm of a row; an
 ellipsoid around a row; the remainder of a product with a row, functional by functional."""
 Key = tuple[str, str, Kind, bool]

@@ -43,7 +43,7 @@ def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
     """Return bounds of the error of a linear's result by unit functionals; `entry` is not on the
     tape yet. None without named passes, infinite in rows without them."""
     shape = entry.error_bound.shape
-    deep, near = asked(walk, node.name, "reach", shape)
+    deep, near = asked(walk, node.name, "elements", shape)
     needed = deep | near
     if not _named(walk, node) or node.op != "linear" or not needed.any():
         return None

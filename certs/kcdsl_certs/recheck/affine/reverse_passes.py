@@ -427,7 +427,7 @@ def row_batch_limit(walk: Walk) -> int:
 def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
     """Tighten a node's error bound by unit functionals in the rows asked for, and store it."""
     form = form_of(walk.forms[name])
-    needed = walk.chosen(node, name, "reach", floor)
+    needed = walk.chosen(node, name, "elements", floor)
     if form.place is None or not needed.any():
         return form
     return kept(walk, name, _error_bounds(walk, form, needed, floor))

@@ -1,4 +1,4 @@
-"""The chain document: strict parsing into values (schema kcdsl.chain-proof/2)."""
+"""The chain document: strict parsing into values (schema kcdsl.chain-proof/3)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kcdsl_certs.recheck.graphs.graph import Array, Block, parse_array, parse_bl
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 
-CHAIN_SCHEMA = "kcdsl.chain-proof/2"
+CHAIN_SCHEMA = "kcdsl.chain-proof/3"
 MOST_LINKS = 10_000
 LARGEST_DRIFT = Functional("inf", 1)
 """The functional that every link but the last claims."""

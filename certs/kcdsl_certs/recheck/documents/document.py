@@ -1,4 +1,4 @@
-"""The proof document: strict parsing into values (schema kcdsl.interval-proof/1)."""
+"""The proof document: strict parsing into values (schema kcdsl.interval-proof/2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA
 
-PROOF_SCHEMA = "kcdsl.interval-proof/1"
+PROOF_SCHEMA = "kcdsl.interval-proof/2"
 LARGEST_PROOF = 256 * 2**20
 MOST_CASES = 10_000
 HELD = "held"
@@ -41,7 +41,7 @@ WIDEST = Fraction(1, 2)
 _DOMAINS = ("interval", "affine", "planes", "affine+planes", "splits")
 MOST_FUNCTIONALS = 2**40
 """The most functionals among which the probability of a failure is divided."""
-_PASSES = ("reach", "deviations", "norm", "ellipsoid", "product")
+_PASSES = ("elements", "deviations", "norm", "ellipsoid", "product")
 _STOPS = ("cut", "input")
 _FUNCTIONALS = ("inf", "2", "span", "no_flip")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")

@@ -275,7 +275,7 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
         if not centred:
             x = reverse_passes.kept(walk, name, np.minimum(x.error_bound, found))
         lower(found, needed)
-    needed = walk.chosen(node, name, "deviations" if centred else "reach")
+    needed = walk.chosen(node, name, "deviations" if centred else "elements")
     if needed.any():
         if centred:
             lower(reverse_passes.centred(walk, x, needed), needed)

@@ -245,7 +245,7 @@ def _moved(
     together = lengths.square() / n * SAFE
     square = torch.minimum(_square(tape, index, error_bound, centred=centred), together)
     needed = ~(square <= run.negligible * v) & ~known
-    if run.passing(node, index, "deviations" if centred else "reach", needed):
+    if run.passing(node, index, "deviations" if centred else "elements", needed):
         if centred:
             found = deviations(tape, index, torch.full_like(c, 1 / n), needed)
         else:
