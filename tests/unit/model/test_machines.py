@@ -79,7 +79,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "TORCH_COMPILE_DISABLE": "1", "TORCH_COMPILE_OVERRIDE_BACKENDS": "0:eager",
             "TORCHINDUCTOR_PROLOGUE_FUSION": "0", "TORCHINDUCTOR_CPP_GEMM_CACHE_BLOCKING": "1,1,1",
             "MKL_DEBUG_CPU_TYPE": "5", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2",
-            "PYTORCH_JIT": "0", "CUTLASS_EPILOGUE_FUSION": "1",
+            "PYTORCH_JIT": "0", "CUTLASS_EPILOGUE_FUSION": "1", "KMP_AFFINITY": "compact",
         }.items()
     },
 }  # fmt: skip
@@ -93,6 +93,7 @@ def test_relevant_settings_change_the_digest(change: str) -> None:
 
 def test_irrelevant_and_secret_settings_are_not_recorded() -> None:
     names = ("VLLM_API_KEY", "HOME", "TRITON_CACHE_DIR", "OMP_TOKEN", "CUDNN_LOGINFO_DBG", "PATH")
+    names += ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
     place = machine(environment=dict.fromkeys(names, "do-not-show-this"))
     assert place.switches() == {}
     assert digest(place) == digest(machine())
