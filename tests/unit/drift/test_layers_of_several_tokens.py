@@ -16,7 +16,14 @@ from kcdsl_backends.drift.affine import before_casts, error_bounds, kernel, row_
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at
 from kcdsl_backends.drift.affine.error_bounds import deviations, unit_functionals
 from kcdsl_backends.drift.affine.kernel import KernelRun
-from kcdsl_backends.drift.affine.tape import INPUT, Nonlinear, SingleRow, Tape, TapeEntry
+from kcdsl_backends.drift.affine.tape import (
+    INPUT,
+    Amplified,
+    Nonlinear,
+    SingleRow,
+    Tape,
+    TapeEntry,
+)
 from kcdsl_certs.recheck.affine import form, reverse_passes
 from kcdsl_certs.recheck.ops.linear import linear
 
@@ -48,6 +55,21 @@ def test_unit_functionals_read_no_other_columns() -> None:
         assert (start, stop) == tuple(10 * unit.window[1][0] + k for k in (first, last))
         read[at(unit.window)] += 1
     assert (read == 1).all()
+
+
+@pytest.mark.parametrize(("norms", "further"), [(2, True), (3, False)])
+def test_passes_stop_at_the_cut_beyond_the_first_layer(norms: int, further: bool) -> None:
+    ones = torch.ones(3, 2, dtype=torch.float64)
+    amplified = Amplified(ones[:, :1], ones)
+    for surrounded in (True, False):
+        tape = Tape(ones)
+        for number in range(norms):
+            entry = TapeEntry(f"norm{number}", 0 * ones, ones, lambda a: [], amplified=amplified)
+            tape.cut = tape.add(entry)
+        if surrounded:
+            tape.surround(tape.cut, {(0,): torch.eye(2, dtype=torch.float64)})
+        stops = surrounded and not further
+        assert tape.floors == ((tape.cut,) if stops else (tape.cut, INPUT))
 
 
 @pytest.mark.full

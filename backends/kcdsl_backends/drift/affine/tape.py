@@ -57,6 +57,8 @@ SMALL = 2.0**-9
 """Up to this multiple of the linear part a remainder is worth no ellipsoids."""
 INPUT = 0
 """The entry of the block input."""
+NORMS_OF_LAYER = 2
+"""Norms of a layer: behind more of them, passes stop at ellipsoids around the rows of the last one."""
 OF_REST = 2.0**-3
 """Up to this share of what a pass has found so far, a bound of the rest by norms suffices."""
 MANY_PRODUCTS = 2**26
@@ -319,8 +321,11 @@ class Tape:
 
     @property
     def floors(self) -> tuple[int, ...]:
-        """Return the entries where reverse passes may stop, the cheapest first."""
-        if self.cut == self.settled:
+        """Return the entries where reverse passes may stop, the cheapest first; the cut alone if
+        passes to the input would find little more."""
+        norms = sum(entry.amplified is not None for entry in self.entries[: self.cut + 1])
+        deep = norms > NORMS_OF_LAYER and bool(self.entries[self.cut].ellipsoids)
+        if self.cut == self.settled or (deep and self.chance is None):
             return (self.cut,)
         known = self.entries[self.cut].rows is not None  # a bound down to the input
         return (INPUT,) if known or self.cut == INPUT or self.chance else (self.cut, INPUT)
