@@ -92,8 +92,10 @@ def test_relevant_settings_change_the_digest(change: str) -> None:
 
 
 def test_irrelevant_and_secret_settings_are_not_recorded() -> None:
-    names = ("VLLM_API_KEY", "HOME", "TRITON_CACHE_DIR", "OMP_TOKEN", "CUDNN_LOGINFO_DBG", "PATH")
-    names += ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+    names = [
+        *("VLLM_API_KEY", "HOME", "TRITON_CACHE_DIR", "OMP_TOKEN", "CUDNN_LOGINFO_DBG", "PATH"),
+        *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+    ]
     place = machine(environment=dict.fromkeys(names, "do-not-show-this"))
     assert place.switches() == {}
     assert digest(place) == digest(machine())

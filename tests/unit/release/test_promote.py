@@ -422,7 +422,7 @@ def test_rollback_skips_a_rolled_back_incumbent(pipeline: Pipeline) -> None:
         ({"window__until": "2026-11-30T12:00:00Z"}, "ends before it begins"),
         ({"window__until": "2036-11-30T12:00:00Z"}, "still to come"),
         ({"window__from": "2026-11-01T12:00:00Z"}, "began before"),
-        ({"deferred": {}}, "leaves N-ATTN-0 on all out"),
+        ({"deferred": {}}, "leaves N-ATTN-0 on long out"),
         ({"clauses": []}, "leaves N-KL on all out"),
     ],
 )
