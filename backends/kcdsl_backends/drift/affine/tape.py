@@ -58,7 +58,7 @@ SMALL = 2.0**-9
 INPUT = 0
 """The entry of the block input."""
 NORMS_OF_LAYER = 2
-"""Norms of a layer: behind more of them, passes stop at ellipsoids around the rows of the last one."""
+"""Norms of a layer: behind more of them, passes stop at ellipsoids around rows of the last one."""
 OF_REST = 2.0**-3
 """Up to this share of what a pass has found so far, a bound of the rest by norms suffices."""
 MANY_PRODUCTS = 2**26
