@@ -42,6 +42,7 @@ PURPOSES: Mapping[str, tuple[str, str]] = {
     "safetensors": ("safetensors", "checkpoints"),
     "scipy": ("scipy", "confidence limits, error function"),
     "sqlalchemy": ("sqlalchemy", "registers of certificates"),
+    "threadpoolctl": ("threadpoolctl", "processes that divide rows of large blocks"),
     "tokenizers": ("tokenizers", "prompts of published models"),
     "torch": ("torch", "reference and inference kernels, tracing of blocks"),
     "z3-solver": ("z3", "consistency, implied clauses"),

@@ -26,11 +26,21 @@ from kcdsl_backends.drift.affine.tape import Tape, TapeEntry
 from kcdsl_backends.forked import Arrays, over_rows
 from kcdsl_certs.recheck.affine import form
 
+FORKED = sys.platform.startswith("linux")
 ROWS = [(head, token) for token in range(40) for head in range(2)]
 
-needs_forks = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="rows are divided on Linux alone"
-)
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list of all processes that are forked from now on."""
+    found, fork = list[int](), os.fork
+
+    def counted() -> int:
+        found.append(fork())
+        return found[-1]
+
+    monkeypatch.setattr(os, "fork", counted)
+    return found
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -47,22 +57,23 @@ def _written(rows: Sequence[tuple[int, ...]], results: Arrays) -> None:
         results[1][head, token] = os.getpid()
 
 
-def test_every_row_is_done_once_by_one_of_the_processes(threads: int) -> None:
+def test_every_row_is_done_once_by_one_of_the_processes(threads: int, forks: list[int]) -> None:
     known = np.ones((2, 40)), np.zeros((2, 40))
     found, by = over_rows(ROWS, known, _written)
     assert np.array_equal(found, 1 + 100 * np.arange(2)[:, None] + np.arange(40))
     assert (known[0] == 1).all()
     assert (known[1] == 0).all()
     shares = np.unique(by, return_counts=True)[1]
-    assert len(shares) == min(threads, forked.processes(), 5)
+    assert len(shares) == len(forks) + 1 == forked.processes()
     assert (by[0] == by[1]).all()  # all heads of a row
     assert (by[:, ::8] == by[:, 7::8]).all()  # eight rows that follow one another
-    assert not _children()
+    assert _ended(forks)
 
 
-@needs_forks
 @pytest.mark.parametrize("end", ["exception", "killed", "exit"])
-def test_a_share_that_a_process_did_not_finish_is_done_again(threads: int, end: str) -> None:
+def test_a_share_that_a_process_did_not_finish_is_done_again(
+    threads: int, forks: list[int], end: str
+) -> None:
     parent = os.getpid()
 
     def work(rows: Sequence[tuple[int, ...]], results: Arrays) -> None:
@@ -75,7 +86,7 @@ def test_a_share_that_a_process_did_not_finish_is_done_again(threads: int, end: 
 
     (found,) = over_rows(ROWS, (np.zeros((2, 40)),), work)
     assert (found == 1).all()
-    assert not _children()
+    assert _ended(forks)
 
 
 def test_shares_are_done_here_if_no_process_starts(
@@ -90,8 +101,7 @@ def test_shares_are_done_here_if_no_process_starts(
     assert (by == os.getpid()).all()
 
 
-@needs_forks
-def test_an_exception_here_ends_all_processes(threads: int) -> None:
+def test_an_exception_here_ends_all_processes(threads: int, forks: list[int]) -> None:
     parent, started = os.getpid(), time.monotonic()
 
     def work(rows: Sequence[tuple[int, ...]], results: Arrays) -> None:
@@ -101,7 +111,7 @@ def test_an_exception_here_ends_all_processes(threads: int) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         over_rows(ROWS, (np.zeros((2, 40)),), work)
-    assert not _children()
+    assert _ended(forks)
     assert time.monotonic() - started < 300
     assert torch.get_num_threads() == threads
 
@@ -123,7 +133,6 @@ over_rows([(0,), (8,)], (np.zeros(16),), work)
 """
 
 
-@needs_forks
 @pytest.mark.full
 def test_processes_end_with_the_one_that_started_them() -> None:
     command = [sys.executable, "-c", _ORPHAN]
@@ -168,17 +177,12 @@ def test_the_bounds_and_proofs_are_those_of_one_process(
     tmp_path: Path,
     cli: Any,
     monkeypatch: pytest.MonkeyPatch,
+    forks: list[int],
     block: str,
     tokens: int,
 ) -> None:
     write_case(tmp_path, Row(block, 64, tokens))
-    forks, fork, bounds = list[int](), os.fork, list[float]()
-
-    def counted() -> int:
-        forks.append(1)
-        return fork()
-
-    monkeypatch.setattr(os, "fork", counted)
+    bounds = list[float]()
     for least in (2**60, 1):
         monkeypatch.setattr(error_bounds, "DIVIDED", least)
         monkeypatch.setattr(form, "DIVIDED", least)
@@ -188,12 +192,10 @@ def test_the_bounds_and_proofs_are_those_of_one_process(
         (goal,) = json.loads(ran.stdout)["goals"]
         assert goal["evidence"]["confirmed"]
         bounds.append(goal["bound"])
-        assert bool(forks) == (least == 1 and sys.platform.startswith("linux"))
+        assert bool(forks) == (least == 1 and FORKED)
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-12)
 
 
-def _children() -> list[int]:
-    try:
-        return [os.waitpid(-1, os.WNOHANG)[0]]
-    except ChildProcessError:
-        return []
+def _ended(forks: list[int]) -> bool:
+    """Return whether no forked process is left, not even as one that nobody waited for."""
+    return not any(Path(f"/proc/{child}").exists() for child in forks)
