@@ -37,7 +37,7 @@ _POLL = 1.0
 def processes() -> int:
     """Return the number of processes among which rows are divided: the threads that the caller may
     use, and one where processes cannot be forked safely."""
-    if not sys.platform.startswith("linux") or not hasattr(os, "fork"):
+    if not sys.platform.startswith("linux"):
         return 1
     return torch.get_num_threads()
 
@@ -87,7 +87,10 @@ def over_rows(
 def _shares(rows: Sequence[Row], count: int) -> list[Sequence[Row]]:
     """Divide rows into at most `count` shares; of rows at different places of a sequence, which
     take different times, each share has some from every part of it."""
-    shares = [[row for row in rows if row[-1] // TOGETHER % count == k] for k in range(count)]
+    shares: list[list[Row]] = [[] for _ in range(count)]
+    for row in rows:
+        last = row[-1] if row else 0  # a vector has one row, ()
+        shares[last // TOGETHER % count].append(row)
     return [share for share in shares if share]
 
 
@@ -104,21 +107,21 @@ def _forked(
 ) -> int:
     """Return the number of a new process that does a share of the work and exits with 0 if it has
     finished it."""
-    parent = os.getpid()
-    with warnings.catch_warnings():  # other threads of this process hold no lock that `work` needs
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child:
-        return child
-    status = 1
+    parent, status = os.getpid(), 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-        gc.freeze()
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-        work(share, results)
-        status = 0
+        with warnings.catch_warnings():  # other threads hold no lock that `work` needs
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if not child:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+            gc.freeze()
+            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+            work(share, results)
+            status = 0
+        return child
     finally:
-        os._exit(status)
+        if os.getpid() != parent:  # nothing that is raised here may reach the code of the parent
+            os._exit(status)
 
 
 def _end_with(parent: int) -> None:

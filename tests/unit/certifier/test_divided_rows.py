@@ -89,6 +89,15 @@ def test_a_share_that_a_process_did_not_finish_is_done_again(
     assert _ended(forks)
 
 
+def test_the_one_row_of_a_vector_is_done(threads: int) -> None:
+    def work(rows: Sequence[tuple[int, ...]], results: Arrays) -> None:
+        for row in rows:
+            results[0][row] = 1.0
+
+    (found,) = over_rows([()], (np.zeros(5),), work)
+    assert (found == 1).all()
+
+
 def test_shares_are_done_here_if_no_process_starts(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
@@ -99,6 +108,24 @@ def test_shares_are_done_here_if_no_process_starts(
     found, by = over_rows(ROWS, (np.zeros((2, 40)), np.zeros((2, 40))), _written)
     assert np.array_equal(found, 100 * np.arange(2)[:, None] + np.arange(40))
     assert (by == os.getpid()).all()
+
+
+def test_an_interrupt_right_after_a_fork_stays_in_that_process(
+    monkeypatch: pytest.MonkeyPatch, threads: int, forks: list[int]
+) -> None:
+    fork = os.fork
+
+    def interrupted() -> int:
+        child = fork()
+        if not child:
+            raise KeyboardInterrupt
+        return child
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    found, by = over_rows(ROWS, (np.zeros((2, 40)), np.zeros((2, 40))), _written)
+    assert (by == os.getpid()).all()
+    assert np.array_equal(found, 100 * np.arange(2)[:, None] + np.arange(40))
+    assert _ended(forks)
 
 
 def test_an_exception_here_ends_all_processes(threads: int, forks: list[int]) -> None:

@@ -352,7 +352,7 @@ def unit_functionals(
     The functionals read elements start to stop of the flattened rest [i, ...]; all of them together
     cover the tensor. At most `size` come in one batch; with a long rest, or with `by_row`, no batch
     reads two rows of the last dimension. The same elements of all rows follow one another, as their
-    passes share work. `only` names the rows to read, as `_parts` gives them; None: all.
+    passes share work. `only` has the rows to read, (i,) where batches read several; None: all.
     """
     rest, count = shape[1:], math.prod(shape[1:])
     if _reads_rows(shape, by_row, size):
@@ -405,8 +405,9 @@ def of_elements(
         each = unit_functionals(shape, device, by_row=by_row, size=size, only=some)
         for i, start, stop, functionals in each:
             found = bound(i, start, stop, functionals)
-            for result, values in zip(results, found or (), strict=False):
-                result[i].view(-1)[start:stop] = values
+            if found is not None:
+                for result, values in zip(results, found, strict=True):
+                    result[i].view(-1)[start:stop] = values
 
     parts = (
         list(rows(shape)) if _reads_rows(shape, by_row, size) else [(i,) for i in range(shape[0])]
