@@ -42,11 +42,12 @@ RADII = {"point": 0.0, "ball": 2.0**-4}
 MODES = ("random", "signs", "up", "down")
 
 
-def drawn(radius: float, *, gated: bool = False) -> tuple[Any, Floats, str]:
+def drawn(radius: float, *, gates: int = 0) -> tuple[Any, Floats, str]:
     """Return a block that multiplies twice, adds, normalises and multiplies; a centre; and a name.
 
-    With `gated` it is the feed-forward half of a layer. The name is that of the second product,
-    whose value is tiny compared with the earlier roundings.
+    With `gates` 2 it is the feed-forward half of a layer; with 1, both factors of its product read
+    one linear. The name is that of the second product, whose value is tiny compared with the
+    earlier roundings.
     """
     rng = np.random.default_rng(3)
     x = np.rint(rng.standard_normal((ROWS, WIDTH)) * 2**6) / 2**6
@@ -61,8 +62,8 @@ def drawn(radius: float, *, gated: bool = False) -> tuple[Any, Floats, str]:
     total = graph.add("add", [state, outer], (ROWS, WIDTH))
     gain = graph.param("gain", 1 + 0.1 * rng.standard_normal(WIDTH))
     norm = graph.add("rms_norm", [total, gain], (ROWS, WIDTH), eps=1e-5)
-    if gated:
-        third = gated_by_silu(graph, norm, rng)
+    if gates:
+        third = gated_by_silu(graph, norm, rng, gates)
     else:
         last = rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5
         third = graph.add("linear", [norm, graph.param("three", last)], (ROWS, WIDTH))
@@ -70,14 +71,14 @@ def drawn(radius: float, *, gated: bool = False) -> tuple[Any, Floats, str]:
     return graph, x, outer
 
 
-def gated_by_silu(graph: Any, x: str, rng: np.random.Generator) -> str:
-    """Add silu(x A)·(x B), times a matrix; return its name."""
+def gated_by_silu(graph: Any, x: str, rng: np.random.Generator, gates: int) -> str:
+    """Add silu(x A)·(x B), or silu(x A)·(x A), times a matrix; return its name."""
     both = []
-    for name in ("gate", "up"):
+    for name in ("gate", "up")[:gates]:
         weight = graph.param(name, rng.standard_normal((INNER, WIDTH)) / WIDTH**0.5)
         both.append(graph.add("linear", [x, weight], (ROWS, INNER)))
     gate = graph.add("silu", [both[0]], (ROWS, INNER))
-    product = graph.add("mul", [gate, both[1]], (ROWS, INNER))
+    product = graph.add("mul", [gate, both[-1]], (ROWS, INNER))
     last = graph.param("down", rng.standard_normal((WIDTH, INNER)) / INNER**0.5)
     return str(graph.add("linear", [product, last], (ROWS, WIDTH)))
 
@@ -178,7 +179,7 @@ def test_runs_stay_within_the_bounds_of_both_programs(
     tmp_path: Path, name: str, kind: str, gated: bool
 ) -> None:
     record, radius = KERNELS[name], RADII[kind]
-    graph, centre, outer = drawn(radius, gated=gated)
+    graph, centre, outer = drawn(radius, gates=2 * gated)
     forms = forms_of(graph, record, centre, radius)
     assert (outer, "ellipsoid") in asked_of_itself(forms.infer)
     kinds = [kind for kind in ("norm", "ellipsoid") if asks(forms.infer, kind, "mul")]
@@ -210,6 +211,17 @@ def test_runs_stay_within_the_bounds_of_both_programs(
     assert (farthest > share * most).any(), (farthest / most).max()
 
 
+@pytest.mark.parametrize("kind", RADII)
+def test_own_errors_of_a_linear_count_in_each_of_its_readings(tmp_path: Path, kind: str) -> None:
+    radius, record = RADII[kind], N("bfloat16", "any", accumulate="float16")
+    graph, centre, _ = drawn(radius, gates=1)
+    forms = forms_of(graph, record, centre, radius)
+    assert asks(forms.infer, "ellipsoid", "silu", "mul")
+    found = derived(tmp_path, graph, record, centre, radius, forms.passes).output()
+    most = forms.box().mag().numpy()
+    assert (np.maximum(-found.lo, found.hi) <= most * (1 + 2.0**-10)).all()
+
+
 def test_passes_are_tighter_than_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, centre, outer = drawn(0.0)
     record = KERNELS["any"]
@@ -233,7 +245,7 @@ def test_norms_and_squares_tighten_products_of_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     radius = RADII["ball"]
-    graph, centre, _ = drawn(radius, gated=True)
+    graph, centre, _ = drawn(radius, gates=2)
     record = KERNELS["any"]
     if rule == "3.8":
         monkeypatch.setattr(row_ellipsoids, "LARGEST", 0)

@@ -91,19 +91,23 @@ class LinearImage:
 
     @staticmethod
     def of(run: KernelRun, entry: TapeEntry) -> LinearImage | None:
-        """Return the image by a linear of rows of bounded norm; None for other entries."""
+        """Return the image by a linear of rows of bounded norm; None for other entries.
+
+        The entry of a reading has the distance from the common value alone: its radius is added.
+        """
         linear = run.nodes.get(entry.name)
         if linear is None or linear.op != "linear" or run.quantises(linear):
             return None
         below = run.operand(linear, 0).index
         length = None if below is None else run.tape.entries[below].length
-        if length is None or entry.radius is None or not entry.kept:
+        own = run.own(linear.name) if linear.name in run.private else entry.radius
+        if length is None or own is None or not entry.kept:
             return None
         maps = run.maps.get(linear.name)
         if maps is None:
             weight = run.parameters.kept(run.source(linear, 1)).to(torch.float64)
             maps = run.maps[linear.name] = Maps.of(weight)
-        return LinearImage(maps, length, entry.radius)
+        return LinearImage(maps, length, own)
 
     @property
     def elements(self) -> Tensor:
