@@ -17,9 +17,10 @@ from kcdsl_backends.drift.affine.tape import Remainder as ProverRemainder
 from kcdsl_backends.drift.affine.tape import Tape as ProverTape
 from kcdsl_backends.drift.affine.tape import TapeEntry as ProverEntry
 from kcdsl_certs.recheck.affine.adjoint import Adjoint
-from kcdsl_certs.recheck.affine.ellipsoids import largest
+from kcdsl_certs.recheck.affine.ellipsoids import largest_eigenvalue as checked_eigenvalue
 from kcdsl_certs.recheck.affine.remainders import Remainder
-from kcdsl_certs.recheck.affine.reverse_passes import length, surrounded
+from kcdsl_certs.recheck.affine.reverse_passes import gram_norm as checked_norm
+from kcdsl_certs.recheck.affine.reverse_passes import surrounded
 from kcdsl_certs.recheck.affine.tape import VJP, Share, Tape, TapeEntry
 
 Floats = np.ndarray
@@ -160,7 +161,7 @@ def test_eigenvalue_bounds_are_sound(name: str, scale: float) -> None:
     gram = matrices()[name]
     truth, trace = float(np.linalg.eigvalsh(gram)[-1]) * scale, float(np.trace(gram)) * scale
     one = largest_eigenvalue(torch.from_numpy(gram * scale), trace)
-    two = largest(gram * scale, trace)
+    two = checked_eigenvalue(gram * scale, trace)
     for found in (one, two):
         assert truth * (1 - 1e-13) <= found <= trace * (1 + 1e-12)
     assert two <= max(truth * 1.001, 0.0)
@@ -172,7 +173,7 @@ def test_eigenvalue_bounds_are_sound(name: str, scale: float) -> None:
 def test_non_finite_matrices_have_no_finite_bound(bad: float) -> None:
     gram = np.eye(3)
     gram[1, 1] = bad
-    assert not np.isfinite(largest(gram, bad))
+    assert not np.isfinite(checked_eigenvalue(gram, bad))
     assert not np.isfinite(largest_eigenvalue(torch.from_numpy(gram), bad))
 
 
@@ -180,7 +181,7 @@ def test_non_finite_matrices_have_no_finite_bound(bad: float) -> None:
 def test_underflowing_products_are_bounded_by_their_trace(n: int) -> None:
     """Products may all underflow where the sum of squares, computed elsewhere, does not."""
     gram, trace = np.zeros((n, n)), 2.0**-1070
-    assert largest(gram, trace) == trace
+    assert checked_eigenvalue(gram, trace) == trace
     assert largest_eigenvalue(torch.from_numpy(gram), trace) == trace
 
 
@@ -233,7 +234,8 @@ def test_symbols_are_within_the_norm(sizes: list[int]) -> None:
         place = len(sizes) - 1
         rows = int(rng.integers(1, 2 * sizes[-1] + 2))
         a = rng.standard_normal((rows, 1, sizes[-1]))
-        bounds = gram_norm(one, place, prover_adjoint(a)), length(two, place, Adjoint(a, (0, 0)))
+        mine, other = prover_adjoint(a), Adjoint(a, (0, 0))
+        bounds = gram_norm(one, place, mine), checked_norm(two, place, other)
         matrix, offset = symbols(a[:, 0], parts)
         best = climbed(matrix, offset, rng)
         for found in bounds:

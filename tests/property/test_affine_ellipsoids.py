@@ -232,15 +232,15 @@ def test_sums_images_and_lengths_contain_their_members(seed: int) -> None:
     lines = [(vector, 1.0, 0.0), (vector, 0.0, rest**2)]
     matrix = rng.standard_normal((int(rng.integers(1, 2 * n)), n))
     tensors = [torch.from_numpy(shape) for shape in shapes]
-    theirs = checker.moved_with_extents(shapes[0], matrix)
+    theirs = checker.image_with_bounds(shapes[0], matrix)
     image, extents = prover.image(tensors[0], torch.from_numpy(matrix))
     both = (
         (
-            checker.sum_of([*shapes, *(checker.RankOne(*line) for line in lines)]),
+            checker.around_sum([*shapes, *(checker.RankOne(*line) for line in lines)]),
             theirs[0],
             theirs[1],
-            checker.longest(shapes[0], matrix),
-            checker.extent_along(shapes[0], matrix),
+            checker.norm_on_ellipsoid(shapes[0], matrix),
+            checker.bound_on_ellipsoid(shapes[0], matrix),
         ),
         (
             prover.around_sum(
@@ -248,8 +248,8 @@ def test_sums_images_and_lengths_contain_their_members(seed: int) -> None:
             ).numpy(),
             image.numpy(),
             extents.numpy(),
-            prover.longest(tensors[0], torch.from_numpy(matrix)),
-            prover.quadratic(tensors[0], torch.from_numpy(matrix)).numpy(),
+            prover.norm_on_ellipsoid(tensors[0], torch.from_numpy(matrix)),
+            prover.bound_on_ellipsoid(tensors[0], torch.from_numpy(matrix)).numpy(),
         ),
     )
     for around, moved_shape, sizes, longest, along in both:
@@ -289,7 +289,7 @@ def test_sums_of_images_contain_their_members(seed: int) -> None:
     by_checker = [np.asarray(part) for part in checker.multiplied([plain, *theirs])]
     by_prover = [np.asarray(part) for part in prover.joined([torch.from_numpy(plain), *ours])]
     for around, each in (
-        (checker.sum_of([plain, *theirs]), by_checker),
+        (checker.around_sum([plain, *theirs]), by_checker),
         (prover.around_sum([torch.from_numpy(plain), *ours]).numpy(), by_prover),
     ):
         assert len(each) == 3  # two with equal functionals are one
@@ -328,7 +328,7 @@ def test_remainders_with_bounded_sums_are_in_their_ellipsoids(seed: int) -> None
     (one,) = theirs(Adjoint(values, (0, 0)))
     (two,) = ours(ProverAdjoint.full(torch.from_numpy(values)))
     flat = values.reshape(count, -1)
-    around = checker.sum_of([one]), prover.around_sum([two]).numpy()
+    around = checker.around_sum([one]), prover.around_sum([two]).numpy()
     np.testing.assert_allclose(*around, rtol=1e-6, atol=1e-6 * np.trace(around[1]))
     farthest = 0.0
     for _ in range(200):
@@ -347,7 +347,7 @@ def test_remainders_with_bounded_sums_are_in_their_ellipsoids(seed: int) -> None
     single[-1, -1] = 0.5
     exact = remainders.Remainder(-single, single, single[:, -1:]).nonlinear.around
     assert exact is not None
-    around_one = checker.sum_of(exact(Adjoint(alone, (0, 0))))
+    around_one = checker.around_sum(exact(Adjoint(alone, (0, 0))))
     assert float(np.trace(around_one)) == pytest.approx(0.25, rel=1e-6)
 
 
@@ -357,12 +357,12 @@ def test_non_finite_ellipsoids_bound_nothing() -> None:
         functionals = np.eye(2)
         tensors = torch.from_numpy(broken), torch.from_numpy(functionals)
         with np.errstate(all="ignore"):
-            assert not np.isfinite(checker.extent_along(broken, functionals)[0])
-        assert not bool(torch.isfinite(prover.quadratic(*tensors)[0]))
+            assert not np.isfinite(checker.bound_on_ellipsoid(broken, functionals)[0])
+        assert not bool(torch.isfinite(prover.bound_on_ellipsoid(*tensors)[0]))
         many = np.ones((3, 2))
         with np.errstate(all="ignore"):
-            assert not np.isfinite(checker.longest(broken, many))
-        assert not np.isfinite(prover.longest(tensors[0], torch.from_numpy(many)))
+            assert not np.isfinite(checker.norm_on_ellipsoid(broken, many))
+        assert not np.isfinite(prover.norm_on_ellipsoid(tensors[0], torch.from_numpy(many)))
 
 
 def test_rows_without_an_ellipsoid_keep_their_error_bound() -> None:

@@ -15,13 +15,13 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin
 from kcdsl_backends.certifier.statements.proof import Proof, ProofBuilder, box_region, token_region
-from kcdsl_backends.drift.affine import error_bounds as prover_reaches
+from kcdsl_backends.drift.affine import error_bounds as prover_passes
 from kcdsl_backends.drift.affine.error_bounds import gram_norm
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.functionals import drift_bound, functional_bound
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.affine import reverse_passes as checker_reaches
-from kcdsl_certs.recheck.affine.reverse_passes import length
+from kcdsl_certs.recheck.affine import reverse_passes as checker_passes
+from kcdsl_certs.recheck.affine.reverse_passes import gram_norm as checked_norm
 from tests.support.grids import by_turns
 from tests.support.random_models import random_model
 
@@ -270,8 +270,8 @@ def test_large_errors_are_bounded_by_norms(
 
         return call
 
-    monkeypatch.setattr(f"{prover_reaches.__name__}.gram_norm", counted("prover", gram_norm))
-    monkeypatch.setattr(f"{checker_reaches.__name__}.length", counted("checker", length))
+    monkeypatch.setattr(f"{prover_passes.__name__}.gram_norm", counted("prover", gram_norm))
+    monkeypatch.setattr(f"{checker_passes.__name__}.gram_norm", counted("checker", checked_norm))
     factory = problem_factory(kind, pair, folder)
     problem, centre = factory.problem(block, TOKENS), factory.centre(block, TOKENS)
     assert centre is not None

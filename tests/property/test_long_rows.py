@@ -115,7 +115,7 @@ def test_eigenvalue_bounds_of_few_steps_are_sound(kind: str) -> None:
     most, trace = float(values.max()), float(values.sum())
     for found in (
         prover.largest_eigenvalue(torch.from_numpy(gram), trace),
-        ellipsoids.largest(gram, trace),
+        ellipsoids.largest_eigenvalue(gram, trace),
     ):
         assert most <= found <= most * (1 + 1e-3)
 

@@ -116,7 +116,7 @@ def test_ellipsoids_contain_multiples_of_a_vector_and_its_rounding(lost: float) 
     rng = np.random.default_rng(5)
     ends = rng.standard_normal(N)
     line, segment = RankOne.near(torch.from_numpy(ends), lost), checker.RankOne.near(ends, lost)
-    whole = around_sum([line]).numpy(), checker.sum_of([segment])
+    whole = around_sum([line]).numpy(), checker.around_sum([segment])
     shapes = (
         *whole,
         *((np.outer(ends, ends) * x.scale + np.eye(N) * x.rest) for x in (line, segment)),

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
 from kcdsl_backends.drift.affine.adjoint import Adjoint, by_rows
-from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, RankOne, around_sum, longest, reached
+from kcdsl_backends.drift.affine.ellipsoids import (
+    Ellipsoids,
+    RankOne,
+    around_sum,
+    norm_on_ellipsoid,
+    reached,
+)
 from kcdsl_backends.drift.affine.independent import Chance
 from kcdsl_backends.drift.affine.kernel import KernelRun, Private, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result, stored_format
@@ -196,7 +202,9 @@ def drift_entry(
         for row, part in by_rows(a):
             columns = slice(*part.window[-1])
             by_box = float(part.magnitude(own).norm())
-            total += min(longest(found[row][columns, columns], part.values.flatten(1)), by_box)
+            total += min(
+                norm_on_ellipsoid(found[row][columns, columns], part.values.flatten(1)), by_box
+            )
         return total * SAFE
 
     zero = torch.zeros_like(own)

@@ -19,8 +19,8 @@ from kcdsl_certs.recheck.affine.reverse_passes import (
     AT_ONCE,
     FEW,
     batch_limit,
-    kept,
     row_batch_limit,
+    store_error_bound,
 )
 from kcdsl_certs.recheck.affine.tape import Bound, Tape, TapeEntry, reads_many
 from kcdsl_certs.recheck.documents.document import Hints
@@ -105,7 +105,7 @@ def _meet(at: Walk, name: str, form: Form, within: Box) -> None:
         return
     above = box.add_up(within.hi, -form.reference)
     below = box.add_up(form.reference, -within.lo)
-    kept(at, name, np.minimum(form.error_bound, np.maximum(above, below)))
+    store_error_bound(at, name, np.minimum(form.error_bound, np.maximum(above, below)))
 
 
 def _apply(at: Walk, node: Node) -> Operand:

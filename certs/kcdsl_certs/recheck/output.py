@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
-from kcdsl_certs.recheck.affine.ellipsoids import sum_of
+from kcdsl_certs.recheck.affine.ellipsoids import around_sum
 from kcdsl_certs.recheck.affine.form import Form, Walk
 from kcdsl_certs.recheck.affine.remainders import ball
-from kcdsl_certs.recheck.affine.reverse_passes import ellipsoid, length
+from kcdsl_certs.recheck.affine.reverse_passes import gram_ellipsoid, gram_norm
 from kcdsl_certs.recheck.affine.tape import Bound
 from kcdsl_certs.recheck.affine_walk import Pair, Row, bound_functionals, in_row
 from kcdsl_certs.recheck.documents.document import Functional
@@ -93,7 +93,7 @@ def _errors(walk: Walk, form: Form, row: Row) -> float:
     if form.place is None:
         return 0.0
     (units,) = in_row(row, np.eye(form.shape[-1]), form.shape[-1])
-    return length(walk.tape, form.place, units)
+    return gram_norm(walk.tape, form.place, units)
 
 
 def _span(pair: Pair, row: Row, drift: Box, claim: float) -> float:
@@ -270,7 +270,7 @@ def interface_ellipsoids(pair: Pair) -> Held | None:
             parts.append(_around_box(form.error_bound[row]) if known else _error(walk, form, row))
         if slip is not None:
             parts.append(ball(slip[row]))
-        shapes.append(sum_of(parts))
+        shapes.append(around_sum(parts))
     return middle, np.stack(shapes)
 
 
@@ -282,7 +282,7 @@ def _error(walk: Walk, form: Form, row: int) -> Floats:
     if (row,) in known:
         return known[(row,)]
     floor = walk.tape.cut if walk.tape.cut < place else 0
-    return ellipsoid(walk.tape, place, units(form.shape, (row,), 0, form.shape[-1]), floor)
+    return gram_ellipsoid(walk.tape, place, units(form.shape, (row,), 0, form.shape[-1]), floor)
 
 
 def _around_box(error_bound: Floats) -> Floats:

@@ -48,7 +48,7 @@ def _checker(alpha: Floats, moved: Floats, weight: Floats, reach: Floats, own: F
     assert curve.length is not None
     assert curve.around is not None
     around = curve.around(functionals)
-    return curve.length(functionals), [checker.sum_of([each]) for each in around]
+    return curve.length(functionals), [checker.around_sum([each]) for each in around]
 
 
 PROGRAMS: dict[str, Callable[..., Found]] = {"prover": _prover, "checker": _checker}

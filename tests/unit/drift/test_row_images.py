@@ -192,7 +192,7 @@ def _of_checker(folder: Path, role: str, seed: int) -> Met:
         for place, adjoint in found.pulled
     ]
     stopped = gather(start, max(met.keys() - {top}) - 1) is None
-    return Met(checker.sum_of(found.parts), found.each, passed, ends, stopped)
+    return Met(checker.around_sum(found.parts), found.each, passed, ends, stopped)
 
 
 PROGRAMS = {"prover": _of_prover, "checker": _of_checker}

@@ -21,7 +21,7 @@ FAR = 8.0
 """Ratio of a linear's error bounds to its result above which ellipsoids are made."""
 
 
-def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
+def bound_before_cast(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
     """Return the entry of a result before its free cast, which is not on the tape. For a linear it
     gets error bounds from reverse passes that stop at ellipsoids from before another cast, in rows
     where its bounds exceed the result itself; or from norms of its input."""
@@ -40,7 +40,7 @@ def lowered(run: KernelRun, node: Node, entry: TapeEntry) -> TapeEntry:
     return run.tape.entries.pop()
 
 
-def surrounded(run: KernelRun, node: Node, index: int) -> Tensor | None:
+def find_ellipsoids(run: KernelRun, node: Node, index: int) -> Tensor | None:
     """Find ellipsoids around the common value of a result's readings, if its error bounds are far
     larger than it and it leads to a norm; return bounds of the norms of rows [..., 1].
 

@@ -28,7 +28,7 @@ FAINT = 2.0**-240
 """Added to weights and ellipsoids, so that float64 holds the products of their squares."""
 
 
-def quadratic(matrix: Tensor, functionals: Tensor) -> Tensor:
+def bound_on_ellipsoid(matrix: Tensor, functionals: Tensor) -> Tensor:
     """Bound |a·e| by √(aᵀ P a) for functionals a [B, n] -> [B]; infinite where that is NaN."""
     alone = diagonal(functionals)
     if alone is None:
@@ -41,7 +41,7 @@ def quadratic(matrix: Tensor, functionals: Tensor) -> Tensor:
 
 def image(matrix: Tensor, functionals: Tensor) -> tuple[Tensor, Tensor]:
     """Return A P Aᵀ for functionals A [B, n], with its float64 error added on the diagonal, and the
-    bounds [B] of `quadratic`: the roots of the diagonal."""
+    bounds [B] of `bound_on_ellipsoid`: the roots of the diagonal."""
     lost = _rounding(matrix, functionals)
     alone = diagonal(functionals)
     if alone is not None:
@@ -53,7 +53,7 @@ def image(matrix: Tensor, functionals: Tensor) -> tuple[Tensor, Tensor]:
     return found, sizes.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def longest(matrix: Tensor, functionals: Tensor) -> float:
+def norm_on_ellipsoid(matrix: Tensor, functionals: Tensor) -> float:
     """Bound |A e|₂ for functionals A [B, n]: √λ_max of A P Aᵀ.
 
     Of many functionals that is the largest singular value of A L, with P + 2^-30·trace = L Lᵀ;
@@ -75,7 +75,7 @@ def longest(matrix: Tensor, functionals: Tensor) -> float:
     return (size + lost) * MORE
 
 
-def stretch(functionals: Tensor) -> float:
+def largest_singular_value(functionals: Tensor) -> float:
     """Bound the largest singular value of functionals [B, n]."""
     few = functionals.shape[0] <= functionals.shape[1]
     products = square_of(functionals if few else functionals.T)
@@ -248,7 +248,7 @@ def reached(ellipsoids: Ellipsoids, error_bound: Tensor, functional: Adjoint) ->
         within = part.magnitude(error_bound)
         if row in ellipsoids:
             matrix = ellipsoids[row][columns, columns]
-            within = torch.minimum(within, quadratic(matrix, part.values.flatten(1)))
+            within = torch.minimum(within, bound_on_ellipsoid(matrix, part.values.flatten(1)))
         total = total + within
     return total * MORE
 

@@ -32,7 +32,7 @@ from kcdsl_backends.drift.affine.ellipsoids import (
     around_sum,
     image,
     joined,
-    longest,
+    norm_on_ellipsoid,
 )
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import RowBound
@@ -209,7 +209,7 @@ class _Gram:
                 continue
             matrix = entry.ellipsoids[row][columns, columns]
             if self.single is None:
-                self.further += longest(matrix, part.values.flatten(1))
+                self.further += norm_on_ellipsoid(matrix, part.values.flatten(1))
                 continue
             inner, sizes = image(matrix, part.values.flatten(1))
             self.parts.append(inner)

@@ -13,10 +13,10 @@ from kcdsl.model.graph import Node
 from kcdsl.model.numerics.formats import Format
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.before_casts import (
-    lowered,
+    bound_before_cast,
+    find_ellipsoids,
     of_one_reading,
     read_alone,
-    surrounded,
 )
 from kcdsl_backends.drift.affine.cases import Cases, Ends, Together, beyond, on_grid
 from kcdsl_backends.drift.affine.error_bounds import elements, norms
@@ -114,7 +114,7 @@ def round_result(
         result = replace(result, shared=_more(result.shared, early.of_known + early.of_error))
     if accumulates:
         refuse_unbounded_sums(node.name, internal, inner)
-    entry = lowered(run, node, _formed(run, node, result, internal))
+    entry = bound_before_cast(run, node, _formed(run, node, result, internal))
     error_bound = entry.error_bound
     unit, faint = kernel.unit(form), kernel.faint(form)
     off, before = unit * ((result.reference.abs() + error_bound) * SAFE), entry.size
@@ -174,7 +174,7 @@ def _append_versions(
     if result.again is not None:
         own = own + result.again
     index = run.computed[node.name] = run.tape.add(_formed(run, node, result, common))
-    lengths = surrounded(run, node, index)
+    lengths = find_ellipsoids(run, node, index)
     if lengths is not None:
         lengths = (lengths + inside.norm(dim=-1, keepdim=True)) * SAFE
     entry = run.tape.entries[index]

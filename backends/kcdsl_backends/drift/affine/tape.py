@@ -35,7 +35,7 @@ from kcdsl_backends.drift.affine.ellipsoids import (
     Part,
     RankOne,
     RowSquares,
-    quadratic,
+    bound_on_ellipsoid,
     reached,
 )
 from kcdsl_backends.drift.affine.independent import Chance, Parts, Roundings
@@ -155,7 +155,7 @@ class Amplified:
         for (row, part), (_, below) in zip(by_rows(functional), by_rows(read), strict=True):
             found, factor = part.magnitude(self.loose), float(self.factor[row].amax())
             if row in source.ellipsoids and factor > SMALL:
-                along = quadratic(source.ellipsoids[row], below.values.flatten(1))
+                along = bound_on_ellipsoid(source.ellipsoids[row], below.values.flatten(1))
                 found = torch.minimum(found, along * factor * SAFE)
             total = total + found
         return total * SAFE

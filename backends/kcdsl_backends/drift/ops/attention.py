@@ -11,7 +11,7 @@ from torch import Tensor
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint
 from kcdsl_backends.drift.affine.cases import Cases, choices, of_product, split
-from kcdsl_backends.drift.affine.ellipsoids import ImageEllipsoid, Part, stretch
+from kcdsl_backends.drift.affine.ellipsoids import ImageEllipsoid, Part, largest_singular_value
 from kcdsl_backends.drift.affine.independent import Roundings
 from kcdsl_backends.drift.affine.kernel import KernelRun, Operand
 from kcdsl_backends.drift.affine.result_rounding import Result, round_result
@@ -205,8 +205,12 @@ def _second_order(moved: Tensor, values: Heads) -> Nonlinear:
     def norm(a: Adjoint) -> float:
         total = 0.0
         for part, sizes in each_row(a):
-            by_head = sum(stretch(part[:, h]) * float(size) for h, size in enumerate(sizes))
-            total += min(by_head, stretch(part.flatten(1)) * float(sizes.norm()) * SAFE)
+            by_head = sum(
+                largest_singular_value(part[:, h]) * float(size) for h, size in enumerate(sizes)
+            )
+            total += min(
+                by_head, largest_singular_value(part.flatten(1)) * float(sizes.norm()) * SAFE
+            )
         low, high = between(a)
         return min(total, float(torch.maximum(-low, high).norm())) * SAFE
 

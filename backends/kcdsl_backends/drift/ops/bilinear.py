@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node, View
 from kcdsl_backends.drift.affine.adjoint import largest_eigenvalues
-from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, longest
+from kcdsl_backends.drift.affine.ellipsoids import Ellipsoids, norm_on_ellipsoid
 from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine.row_sums import BoundedRows, KeyVectors, power
 from kcdsl_backends.drift.affine.tape import PASS, TapeEntry, reads_many
@@ -82,7 +82,7 @@ class Heads:
         found = found * across * SAFE
         for (t,), matrix in self.ellipsoids.items():
             for h in range(found.shape[0]):
-                found[h, t] = min(float(found[h, t]), longest(matrix, self.part(h)))
+                found[h, t] = min(float(found[h, t]), norm_on_ellipsoid(matrix, self.part(h)))
         return found
 
     def again(self, run: KernelRun) -> Heads:

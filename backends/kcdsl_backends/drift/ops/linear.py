@@ -16,7 +16,7 @@ from kcdsl_backends.drift.affine.adjoint import (
     largest_eigenvalue,
     square_of,
 )
-from kcdsl_backends.drift.affine.ellipsoids import longest
+from kcdsl_backends.drift.affine.ellipsoids import norm_on_ellipsoid
 from kcdsl_backends.drift.affine.error_bounds import norms, rows
 from kcdsl_backends.drift.affine.independent import Roundings, of_sums
 from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread
@@ -406,7 +406,7 @@ class BeforeLinear:
         moved = self._stretch(weights, error_bound) * math.sqrt(len(error_bound))
         if row in source.ellipsoids:
             root = weights.sqrt()[:, None] * self.weight
-            moved = min(moved, longest(source.ellipsoids[row], root))
+            moved = min(moved, norm_on_ellipsoid(source.ellipsoids[row], root))
         return self._and_own(moved, weights, row)
 
     def sharpened(

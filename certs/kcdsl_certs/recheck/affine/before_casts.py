@@ -39,7 +39,7 @@ def _named(walk: Walk, node: Node) -> bool:
     return worst and not walk.kernel.stepped and node.op in ("linear", "add", "sub")
 
 
-def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
+def bound_elements(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
     """Return bounds of the error of a linear's result by unit functionals; `entry` is not on the
     tape yet. None without named passes, infinite in rows without them."""
     shape = entry.error_bound.shape
@@ -64,7 +64,7 @@ def passed(walk: Walk, node: Node, entry: TapeEntry) -> Floats | None:
     return found
 
 
-def surround(
+def find_ellipsoids(
     walk: Walk, node: Node, place: int, shape: tuple[int, ...]
 ) -> tuple[Floats, Floats] | None:
     """Find the named ellipsoids around the common value of a node's readings, and make it the cut;

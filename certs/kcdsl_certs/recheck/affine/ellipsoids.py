@@ -22,7 +22,7 @@ _LOOKS, _STILL = 5, 2.0**-24  # steps between two checks, relative growth that e
 _RISES = (-20, -14, -12, -10, -8, -6, -4)
 
 
-def largest(gram: Floats, trace: float, otherwise: float = math.inf) -> float:
+def largest_eigenvalue(gram: Floats, trace: float, otherwise: float = math.inf) -> float:
     """Return a bound of the largest eigenvalue of a positive semidefinite matrix.
 
     Args:
@@ -87,7 +87,7 @@ _SAMPLE, _HALVINGS = 384, 10  # elements of a row and steps to find a price
 _FAINT = 2.0**-240  # so that float64 holds products of squares of weights and shapes
 
 
-def extent_along(shape: Floats, functionals: Floats) -> Floats:
+def bound_on_ellipsoid(shape: Floats, functionals: Floats) -> Floats:
     """Return bounds [B] of functionals [B, n] on an ellipsoid, infinite if it gives none."""
     if reads_one_each(functionals):
         squares = np.diagonal(functionals) ** 2 * np.diagonal(shape)
@@ -97,13 +97,13 @@ def extent_along(shape: Floats, functionals: Floats) -> Floats:
     return np.where(np.isfinite(found), found, np.inf)
 
 
-def moved(shape: Floats, functionals: Floats) -> Floats:
+def image(shape: Floats, functionals: Floats) -> Floats:
     """Return the ellipsoid A P Aᵀ of functionals A [B, n], raised by the error of the products."""
-    return moved_with_extents(shape, functionals)[0]
+    return image_with_bounds(shape, functionals)[0]
 
 
-def moved_with_extents(shape: Floats, functionals: Floats) -> tuple[Floats, Floats]:
-    """Return the same, and the bounds of `extent_along`, from its diagonal."""
+def image_with_bounds(shape: Floats, functionals: Floats) -> tuple[Floats, Floats]:
+    """Return the same, and the bounds of `bound_on_ellipsoid`, from its diagonal."""
     if reads_one_each(functionals):
         alone = np.diagonal(functionals)
         product = alone[:, None] * shape * alone
@@ -221,7 +221,7 @@ Part = Floats | RankOne | EllipsoidImage
 
 def multiplied(parts: Sequence[Part]) -> list[Floats | RankOne]:
     """Return ellipsoids whose members have the same sums: images by the same functionals become one
-    ellipsoid, weighted as in `sum_of`."""
+    ellipsoid, weighted as in `around_sum`."""
     found, seen = list[Floats | RankOne](), dict[tuple[int, ...], list[EllipsoidImage]]()
     for part in parts:
         if isinstance(part, EllipsoidImage):
@@ -238,7 +238,7 @@ def multiplied(parts: Sequence[Part]) -> list[Floats | RankOne]:
     return found
 
 
-def sum_of(parts: Sequence[Part]) -> Floats:
+def around_sum(parts: Sequence[Part]) -> Floats:
     """Return an ellipsoid around sums of members: (Σ w) Σ P_k/w_k, w_k = √trace(P_k)."""
     each, n = multiplied(parts), _count(parts[0])
     traces = [part.trace if isinstance(part, RankOne) else float(np.trace(part)) for part in each]
@@ -266,19 +266,19 @@ def _count(part: Part) -> int:
     return len(part.functionals if isinstance(part, EllipsoidImage) else part)
 
 
-def longest(shape: Floats, functionals: Floats) -> float:
+def norm_on_ellipsoid(shape: Floats, functionals: Floats) -> float:
     """Return a bound of |A e|₂ for functionals A [B, n]."""
     n = len(shape)
     if len(functionals) <= n:
-        product = moved(shape, functionals)
-        return math.sqrt(largest(product, float(np.trace(product)) * _MORE)) * _MORE
+        product = image(shape, functionals)
+        return math.sqrt(largest_eigenvalue(product, float(np.trace(product)) * _MORE)) * _MORE
     trace = float(np.trace(shape))
     try:
         root = np.linalg.cholesky(shape + 2.0**-30 * trace * np.eye(n))
     except np.linalg.LinAlgError:
         return math.inf
     sides = functionals @ root
-    size = math.sqrt(largest(sides.T @ sides, float((sides**2).sum()) * _MORE))
+    size = math.sqrt(largest_eigenvalue(sides.T @ sides, float((sides**2).sum()) * _MORE))
     off = gamma(n + 4, UNIT) * float(np.linalg.norm(functionals) * np.linalg.norm(root))
     found = (size + off) * _MORE
     return found if math.isfinite(found) else math.inf
@@ -292,7 +292,9 @@ def reached(ellipsoids: Ellipsoids, error_bound: Floats, adjoint: Adjoint) -> Fl
         if row in ellipsoids:
             columns = part.window[-1]
             values = part.values.reshape(part.batch, -1)
-            within = np.minimum(within, extent_along(ellipsoids[row][columns, columns], values))
+            within = np.minimum(
+                within, bound_on_ellipsoid(ellipsoids[row][columns, columns], values)
+            )
         found = found + within
     return found * _MORE
 
@@ -313,7 +315,7 @@ def norm_of(matrix: Floats, size: float) -> float:
     """Return a bound of |M x|₂ for |x|₂ ≤ size."""
     small = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
     trace = float((matrix**2).sum()) * (1 + 2.0**-30) + TINY
-    return math.sqrt(largest(small, trace)) * size * (1 + 2.0**-40)
+    return math.sqrt(largest_eigenvalue(small, trace)) * size * (1 + 2.0**-40)
 
 
 def norms_of(matrix: Floats, scales: Floats, size: float) -> Floats:
@@ -331,7 +333,7 @@ def norms_of(matrix: Floats, scales: Floats, size: float) -> Floats:
 
 
 def _each_largest(grams: Floats, traces: Floats) -> Floats:
-    """Return bounds of the largest eigenvalues of Gram matrices, as `largest` does for one."""
+    """Return bounds of the largest eigenvalues of Gram matrices, as for a single one."""
     n = grams.shape[-1]
     if n <= _SMALL and np.isfinite(grams).all() and np.isfinite(traces).all():
         even = grams / 2 / traces[:, None, None]
@@ -345,7 +347,7 @@ def _each_largest(grams: Floats, traces: Floats) -> Floats:
             sure = value * (1 + 4 * n * gamma(n + 4, UNIT)) + 2.0**-30
             return np.asarray(traces * np.minimum(1.0, sure) * (1 + 2.0**-50))
     return np.array(
-        [largest(gram, float(trace)) for gram, trace in zip(grams, traces, strict=True)]
+        [largest_eigenvalue(gram, float(trace)) for gram, trace in zip(grams, traces, strict=True)]
     )
 
 
@@ -361,7 +363,7 @@ class RowSquares:
     @staticmethod
     def of(shape: Floats, norm: float) -> RowSquares:
         """Return the bounds that an ellipsoid and a norm give for the squares of a row."""
-        most = largest(shape, float(np.trace(shape)) * _MORE, norm**2) + _FAINT
+        most = largest_eigenvalue(shape, float(np.trace(shape)) * _MORE, norm**2) + _FAINT
         squares, places = shape**2, np.arange(len(shape))
         squares[places, places] = (np.diagonal(shape) + _FAINT) ** 2
         return RowSquares(min(most, norm**2) * _MORE, squares, squares.sum(axis=-1))
@@ -446,7 +448,7 @@ class WeightNorms:
         off = (np.abs(weight) @ np.sqrt(np.diagonal(inner))) ** 2
         products = np.maximum(np.einsum("kn,kn->k", weight @ inner, weight), 0.0)
         products = (products + off * 4 * gamma(2 * sum(weight.shape) + 32, UNIT)) * _MORE
-        most = math.sqrt(largest(inner, whole**2 * _MORE)) * _MORE
+        most = math.sqrt(largest_eigenvalue(inner, whole**2 * _MORE)) * _MORE
         return WeightNorms(rows, products, most, whole)
 
 

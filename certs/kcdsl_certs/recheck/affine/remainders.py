@@ -24,11 +24,11 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     RowSquares,
     Squares,
     WeightNorms,
-    largest,
-    longest,
+    around_sum,
+    largest_eigenvalue,
+    norm_on_ellipsoid,
     reached,
     rows_of,
-    sum_of,
 )
 from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry
@@ -107,7 +107,7 @@ class Remainder:
         if reads_one_each(scaled):
             spread = float((np.diagonal(scaled) ** 2).max()) * _MORE
         else:
-            spread = largest(scaled @ scaled.T, float((scaled**2).sum()) * _MORE)
+            spread = largest_eigenvalue(scaled @ scaled.T, float((scaled**2).sum()) * _MORE)
         return min(by_columns, math.sqrt(spread * whole) * _MORE + 2.0**-450)
 
 
@@ -157,7 +157,7 @@ def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floa
     rounded = 2.0**-51 * np.abs(reference)  # the error of centres - middle is covered by sum_of
     found: dict[Row, Floats] = {}
     for row, (shift, slip) in enumerate(zip(centres - middle, rounded, strict=True)):
-        found[(row,)] = sum_of([shapes[row], RankOne(shift, 1.0, 0.0), ball(slip)])
+        found[(row,)] = around_sum([shapes[row], RankOne(shift, 1.0, 0.0), ball(slip)])
 
     def between(adjoint: Adjoint) -> tuple[Floats, Floats]:
         size = reached(found, half, adjoint)
@@ -169,7 +169,7 @@ def symbol(walk: Walk, held: Held, middle: Floats, half: Floats, reference: Floa
             columns = part.window[-1]
             values = part.values.reshape(part.batch, -1)
             alone = float(np.linalg.norm(part.sizes(half)))
-            total += min(longest(found[row][columns, columns], values), alone)
+            total += min(norm_on_ellipsoid(found[row][columns, columns], values), alone)
         return total * (1 + 2.0**-40)
 
     return walk.tape.add(
@@ -219,7 +219,7 @@ def squares(walk: Walk, node: Node, name: str) -> Squares | None:
                 found[where] = image.row(where)
                 continue
         found[where] = RowSquares.of(around.shape, length)
-    reverse_passes.kept(walk, name, error_bound)
+    reverse_passes.store_error_bound(walk, name, error_bound)
     known, entry = Squares(found), walk.tape.entries[form.place]
     walk.tape.entries[form.place] = replace(entry, squares=known)
     return known

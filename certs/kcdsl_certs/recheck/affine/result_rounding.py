@@ -14,7 +14,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import LinearImage
 from kcdsl_certs.recheck.affine.form import Form, StepRemainder, Uncast, Version, Walk
 from kcdsl_certs.recheck.affine.independent import Split, only_sure
 from kcdsl_certs.recheck.affine.remainders import Remainder
-from kcdsl_certs.recheck.affine.reverse_passes import batch_limit, length, rows
+from kcdsl_certs.recheck.affine.reverse_passes import batch_limit, gram_norm, rows
 from kcdsl_certs.recheck.affine.tape import (
     VJP,
     Apart,
@@ -110,7 +110,7 @@ class Formed:
         return self.loose if self.within is None else np.minimum(self.loose, self.within)
 
 
-def settle_form(
+def round_result(
     walk: Walk,
     node: Node,
     formed: Formed,
@@ -134,7 +134,7 @@ def settle_form(
     _finite(reference, deviation)
     loose, passed = formed.loose, None
     if rounds and sums:
-        passed = before_casts.passed(walk, node, _unstored(walk, formed))
+        passed = before_casts.bound_elements(walk, node, _unstored(walk, formed))
     if formed.image is not None and formed.image.far:
         elements = replace(formed.image, rest=formed.radius).elements
         passed = elements if passed is None else np.minimum(passed, elements)
@@ -278,7 +278,7 @@ def _append_versions(
     place = walk.tape.add(entry)
     around = None
     if rounds and sums:
-        around = before_casts.surround(walk, node, place, reference.shape)
+        around = before_casts.find_ellipsoids(walk, node, place, reference.shape)
     if around is not None:
         each, norms = around
         error_bound = np.minimum(error_bound, each)
@@ -345,7 +345,7 @@ def _apart(
         total = np.minimum(total, raised(np.sqrt(float(shape[-1])) * norms))
     for row in rows(asked):
         floor, whole_row = 0 if deep[row].any() else walk.tape.cut, units(shape, row, 0, shape[-1])
-        norm = length(walk.tape, len(walk.tape.entries), whole_row, entry, floor)
+        norm = gram_norm(walk.tape, len(walk.tape.entries), whole_row, entry, floor)
         total[row] = np.minimum(total[row], raised(np.sqrt(float(shape[-1])) * np.asarray(norm)))
     if not (total < whole).any():
         return None

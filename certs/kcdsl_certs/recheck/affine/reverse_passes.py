@@ -13,12 +13,12 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     EllipsoidImage,
     Part,
     RankOne,
-    largest,
-    longest,
-    moved_with_extents,
+    around_sum,
+    image_with_bounds,
+    largest_eigenvalue,
     multiplied,
+    norm_on_ellipsoid,
     rows_of,
-    sum_of,
 )
 from kcdsl_certs.recheck.affine.form import Form, Walk, form_of
 from kcdsl_certs.recheck.affine.many_rows import RowErrors
@@ -33,7 +33,7 @@ _MORE = 1 + 2.0**-30
 _MANY = 2**10  # functionals, of whose norms eigenvalues of parts take too long
 
 
-def length(
+def gram_norm(
     tape: Tape,
     place: int,
     functionals: Adjoint,
@@ -50,7 +50,7 @@ def length(
     return found.total
 
 
-def ellipsoid(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Floats:
+def gram_ellipsoid(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Floats:
     """Return an ellipsoid [B, B] around functionals of the error of an entry.
 
     Adjoints at `floor` or before are bounded by the ellipsoids and reaches there.
@@ -73,18 +73,21 @@ class Surrounded:
     def norm(self) -> float:
         """Return a bound of the norm of all functionals; of many, by the ellipsoid alone."""
         if len(self.shape) >= _MANY:
-            return math.sqrt(largest(self.shape, float(np.trace(self.shape)) * _MORE)) * _MORE
+            return (
+                math.sqrt(largest_eigenvalue(self.shape, float(np.trace(self.shape)) * _MORE))
+                * _MORE
+            )
         total = self.rest
         for part in self.parts:
             if isinstance(part, RankOne):
                 total += math.sqrt(part.largest)
             else:
-                total += math.sqrt(largest(part, float(np.trace(part)) * _MORE))
+                total += math.sqrt(largest_eigenvalue(part, float(np.trace(part)) * _MORE))
         return total * _MORE
 
 
 def surrounded(tape: Tape, place: int, functionals: Adjoint, floor: int) -> Surrounded:
-    """Return the bounds of one pass for functionals of the error of an entry; see `ellipsoid`."""
+    """Return the bounds of one pass for functionals of an entry; see `gram_ellipsoid`."""
     return _surrounded(tape, {place: functionals}, functionals.batch, floor)
 
 
@@ -129,7 +132,7 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
         parts.append(found.gram * found.trace)
     alone = RankOne(found.centre, 0.0, found.uncentred**2)
     whole = multiplied(parts)
-    shape = sum_of([*whole, RankOne(found.centre, 1.0, 0.0), alone])
+    shape = around_sum([*whole, RankOne(found.centre, 1.0, 0.0), alone])
     return Surrounded(shape, found.sizes, tuple(whole), found.rest)
 
 
@@ -159,7 +162,7 @@ def _add_stopped(entry: TapeEntry, adjoint: Adjoint, found: _NormTerms, parts: l
         if row in entry.ellipsoids:
             columns = part.window[-1]
             values = part.values.reshape(part.batch, -1)
-            around, extents = moved_with_extents(entry.ellipsoids[row][columns, columns], values)
+            around, extents = image_with_bounds(entry.ellipsoids[row][columns, columns], values)
             parts.append(around)
             found.alone(np.minimum(part.sizes(entry.nearest), extents))
         else:
@@ -213,7 +216,7 @@ class _NormTerms:
         """Return a bound of the norm of the vector."""
         symbols = 0.0
         if self.gram is not None:
-            symbols = math.sqrt(self.trace * largest(self.gram, self.trace))
+            symbols = math.sqrt(self.trace * largest_eigenvalue(self.gram, self.trace))
         return (symbols + self.rest) * _MORE
 
     @property
@@ -325,7 +328,7 @@ def _at_floor(entry: TapeEntry, adjoint: Adjoint, found: _NormTerms) -> None:
         if row in entry.ellipsoids:
             columns = part.window[-1]
             values = part.values.reshape(part.batch, -1)
-            found.more += longest(entry.ellipsoids[row][columns, columns], values)
+            found.more += norm_on_ellipsoid(entry.ellipsoids[row][columns, columns], values)
         else:
             found.symbols(part, entry.nearest)
 
@@ -398,7 +401,7 @@ def _factored(tape: Tape, place: int, adjoint: Adjoint, floor: int) -> float:
     triangle = tape.factored[1]
     fewer = Adjoint(triangle.reshape(-1, *adjoint.extent), adjoint.start)
     inexact = _FACTORED * float(np.linalg.norm(adjoint.sizes(tape.entries[place].error_bound)))
-    return (length(tape, place, fewer, floor=floor) + inexact) * _MORE
+    return (gram_norm(tape, place, fewer, floor=floor) + inexact) * _MORE
 
 
 Row = tuple[int, ...]
@@ -424,13 +427,13 @@ def row_batch_limit(walk: Walk) -> int:
     return min(AT_ONCE, batch_limit(walk))
 
 
-def tight(walk: Walk, node: Node, name: str, floor: int) -> Form:
+def tighten_error(walk: Walk, node: Node, name: str, floor: int) -> Form:
     """Tighten a node's error bound by unit functionals in the rows asked for, and store it."""
     form = form_of(walk.forms[name])
     needed = walk.chosen(node, name, "elements", floor)
     if form.place is None or not needed.any():
         return form
-    return kept(walk, name, _error_bounds(walk, form, needed, floor))
+    return store_error_bound(walk, name, _error_bounds(walk, form, needed, floor))
 
 
 def _error_bounds(walk: Walk, form: Form, needed: Bools, floor: int) -> Floats:
@@ -461,7 +464,7 @@ def _error_bounds(walk: Walk, form: Form, needed: Bools, floor: int) -> Floats:
     return error_bound
 
 
-def kept(walk: Walk, name: str, error_bound: Floats) -> Form:
+def store_error_bound(walk: Walk, name: str, error_bound: Floats) -> Form:
     """Store a smaller error bound of a node, and return the node with it."""
     form = form_of(walk.forms[name])
     assert form.place is not None
@@ -471,10 +474,10 @@ def kept(walk: Walk, name: str, error_bound: Floats) -> Form:
     return sharper
 
 
-def until(walk: Walk, node: Node, name: str) -> Form:
+def tighten_by_floors(walk: Walk, node: Node, name: str) -> Form:
     """Tighten a node's error bound for an operation, by longer and longer passes."""
     for floor in walk.tape.floors:
-        tight(walk, node, name, floor)
+        tighten_error(walk, node, name, floor)
     return form_of(walk.forms[name])
 
 
@@ -483,7 +486,9 @@ def rows(needed: Bools) -> Iterator[Row]:
     return (row for row in np.ndindex(*needed.shape[:-1]) if needed[row].any())
 
 
-def surround(walk: Walk, place: int, shape: tuple[int, ...], needed: Bools, floor: int) -> Floats:
+def surround_rows(
+    walk: Walk, place: int, shape: tuple[int, ...], needed: Bools, floor: int
+) -> Floats:
     """Find ellipsoids around the errors of rows of an entry; return bounds of the norms of these
     rows [..., 1], infinite in other rows."""
     found, norms = {}, np.full(needed.shape, np.inf)
@@ -494,7 +499,9 @@ def surround(walk: Walk, place: int, shape: tuple[int, ...], needed: Bools, floo
     return norms
 
 
-def along(walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0) -> Floats:
+def bound_row_functionals(
+    walk: Walk, form: Form, row: Row, functionals: Floats, floor: int = 0
+) -> Floats:
     """Return bounds of functionals [B, n] of one row of a node."""
     if form.place is None:
         return np.zeros(functionals.shape[0])
@@ -514,25 +521,29 @@ def centred(walk: Walk, form: Form, needed: Bools) -> Floats:
     rounding = 4 * UNIT * (form.error_bound + mean)
     found = raised(form.error_bound + mean)
     for row in rows(needed):
-        tightened = raised(along(walk, form, row, np.eye(n) - 1 / n) + rounding[row])
+        tightened = raised(
+            bound_row_functionals(walk, form, row, np.eye(n) - 1 / n) + rounding[row]
+        )
         found[row] = np.minimum(found[row], tightened)
     return found
 
 
-def asked_together(
+def bound_asked_norms(
     walk: Walk, node: Node, name: str, functionals: Callable[[Row], Floats]
 ) -> Floats:
     """Return bounds [..., 1] of the norm of functionals [m, n] of the rows of a node for which an
     operation asks for passes, infinite elsewhere."""
-    found = together(walk, form_of(walk.forms[name]), walk.chosen(node, name, "norm"), functionals)
+    found = bound_norms(
+        walk, form_of(walk.forms[name]), walk.chosen(node, name, "norm"), functionals
+    )
     if not walk.tape.cut or walk.passes.rows is None:
         return found
     near, cut = walk.chosen(node, name, "norm", walk.tape.cut), walk.tape.cut
-    sooner = together(walk, form_of(walk.forms[name]), near, functionals, cut)
+    sooner = bound_norms(walk, form_of(walk.forms[name]), near, functionals, cut)
     return np.minimum(found, sooner)
 
 
-def together(
+def bound_norms(
     walk: Walk,
     form: Form,
     needed: Bools,
@@ -547,5 +558,5 @@ def together(
     for row in rows(needed):
         values = functionals(row)
         adjoint = Adjoint(values.reshape(len(values), *ones, -1), (*row, 0))
-        found[row] = length(walk.tape, form.place, adjoint, floor=floor)
+        found[row] = gram_norm(walk.tape, form.place, adjoint, floor=floor)
     return found

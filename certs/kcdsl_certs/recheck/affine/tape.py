@@ -16,7 +16,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     Ellipsoids,
     Part,
     Squares,
-    extent_along,
+    bound_on_ellipsoid,
     reached,
     rows_of,
 )
@@ -428,7 +428,7 @@ class Tape:
             below = vjp(part) if row in shapes and ratio > _SLIGHT else None
             if below is not None:
                 values = below.values.reshape(part.batch, -1)
-                found = np.minimum(found, ratio * extent_along(shapes[row], values))
+                found = np.minimum(found, ratio * bound_on_ellipsoid(shapes[row], values))
             total = total + found
         return total * (1 + 2.0**-40)
 

@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 
-from kcdsl_certs.recheck.affine.ellipsoids import Row, longest, norm_of
+from kcdsl_certs.recheck.affine.ellipsoids import Row, norm_of, norm_on_ellipsoid
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.remainders import Remainder, squares
-from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
-from kcdsl_certs.recheck.affine.reverse_passes import asked_together, until
+from kcdsl_certs.recheck.affine.result_rounding import Formed, round_result
+from kcdsl_certs.recheck.affine.reverse_passes import bound_asked_norms, tighten_by_floors
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Box, Floats, raised
@@ -108,7 +108,7 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
     slope, lean = _middle(*function.slope(x.reference))
     apart = walk.own(node, 0)
     around = None if apart is not None else squares(walk, node, node.inputs[0])
-    x = until(walk, node, node.inputs[0])
+    x = tighten_by_floors(walk, node, node.inputs[0])
     by_norms = x.origin is not None and x.origin.norms is not None
     total = _sums_of(bend, x) if by_norms else _total(walk, node, bend, x)
     steepest = raised(_steepest(bend, x) / 2)
@@ -138,7 +138,7 @@ def _activation_affine(choice: Choice, walk: Walk, node: Node, inputs: list[Oper
         Remainder(remainder.lo, remainder.hi, total, None if around is None else sums).nonlinear,
     )
     formed = Formed(reference, carried, operands, own, bent=bent, nonlinear=nonlinear, own=turned)
-    form = settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
+    form = round_result(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
     if around is not None and form.place is not None and node.name not in walk.versions:
         entry = walk.tape.entries[form.place]
         most = raised(box.mag(slopes(function, x.box)))
@@ -171,7 +171,7 @@ def _plain(walk: Walk, bend: Bend, x: Form) -> Floats:
     if source.place is None:
         return plain
     for row, shape in walk.tape.entries[source.place].ellipsoids.items():
-        size = longest(shape, np.sqrt(steepest[row])[:, None] * x.origin.weight)
+        size = norm_on_ellipsoid(shape, np.sqrt(steepest[row])[:, None] * x.origin.weight)
         found = _halved(size, x.origin.rest[row], steepest[row])
         plain[row] = np.minimum(plain[row], raised(np.array(found)) + TINY)
     return plain
@@ -216,13 +216,13 @@ def _total(walk: Walk, node: Node, bend: Bend, x: Form) -> Floats:
     if error_bound is not None:
         assert x.origin is not None
         name, identity = x.origin.source, np.eye(error_bound.shape[-1])
-        lengths = asked_together(walk, node, name, lambda _: identity)
+        lengths = bound_asked_norms(walk, node, name, lambda _: identity)
         needed = np.isfinite(lengths)
         some = np.where(needed, lengths, 0.0)
         through = _through(x, steepest, np.ones(error_bound.shape), some)
         total = np.where(needed, np.minimum(total, through), total)
     root = raised(np.sqrt(steepest))
-    norm = asked_together(walk, node, node.inputs[0], lambda row: np.diag(root[row]))
+    norm = bound_asked_norms(walk, node, node.inputs[0], lambda row: np.diag(root[row]))
     return np.minimum(total, raised(norm**2 / 2) + TINY)
 
 

@@ -13,8 +13,8 @@ from kcdsl_certs.recheck.affine.ellipsoids import Row, Squares
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.remainders import Remainder, squares
-from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
-from kcdsl_certs.recheck.affine.reverse_passes import asked_together, until
+from kcdsl_certs.recheck.affine.result_rounding import Formed, round_result
+from kcdsl_certs.recheck.affine.reverse_passes import bound_asked_norms, tighten_by_floors
 from kcdsl_certs.recheck.affine.tape import VJP, NonlinearPart
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
@@ -213,7 +213,7 @@ def _sum_affine(walk: Walk, node: Node, inputs: list[Operand], sign: float) -> F
         radius = raised(radius + walk.kernel.inner.u * apart)
     formed = Formed(reference, carried, operands, radius, split=split, own=apart)
     kernel = walk.kernel
-    return settle_form(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
+    return round_result(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
 
 
 def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
@@ -224,7 +224,7 @@ def mul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if a.shape == b.shape:
         found = [squares(walk, node, name) for name in node.inputs]
         for name in node.inputs:
-            until(walk, node, name)
+            tighten_by_floors(walk, node, name)
         a, b = (form_of(walk.forms[name]) for name in node.inputs)
         sums, weighted = _sums(walk, node, a, found[0], found[1])
     carried = raised(a.error_bound * np.abs(b.reference) + np.abs(a.reference) * b.error_bound)
@@ -282,7 +282,7 @@ def _by_norms(walk: Walk, node: Node, like: Form) -> Floats | None:
     if walk.passes.rows is None or walk.tape.budget is not None:
         return None
     identity = np.eye(like.shape[-1])
-    one, two = (asked_together(walk, node, name, lambda _: identity) for name in node.inputs)
+    one, two = (bound_asked_norms(walk, node, name, lambda _: identity) for name in node.inputs)
     known = np.isfinite(one) & np.isfinite(two)
     both = np.where(known, one, 0.0) * np.where(known, two, 0.0)
     return raised(np.where(known, both, np.inf)) if known.any() else None
@@ -341,7 +341,7 @@ def shift_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
 
 def settled(walk: Walk, node: Node, formed: Formed) -> Form:
     """Return a form with the roundings of its node in the format of the kernel."""
-    return settle_form(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
+    return round_result(walk, node, formed, target(walk.kernel, node), walk.kernel.inner)
 
 
 def operands_of(*parts: tuple[Form, VJP]) -> tuple[tuple[int, VJP], ...]:

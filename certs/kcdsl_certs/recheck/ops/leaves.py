@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, known_form
 from kcdsl_certs.recheck.affine.remainders import symbol
-from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
+from kcdsl_certs.recheck.affine.result_rounding import Formed, round_result
 from kcdsl_certs.recheck.affine.tape import Shared, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Array, Node
 from kcdsl_certs.recheck.interval import box, weight_ball
@@ -187,7 +187,7 @@ def source_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if form.precision >= FLOAT32.precision:
         return Form(centre, region, 0)
     formed = Formed(centre, region, ((0, lambda a: a),), np.zeros(centre.shape))
-    return settle_form(walk, node, formed, form, FLOAT32)
+    return round_result(walk, node, formed, form, FLOAT32)
 
 
 def _apart_affine(walk: Walk, centre: Floats, region: Floats, drift: Box) -> Form:

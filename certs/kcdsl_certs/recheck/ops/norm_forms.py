@@ -10,11 +10,17 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine import reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
-from kcdsl_certs.recheck.affine.ellipsoids import Part, RankOne, extent_along, longest, rows_of
+from kcdsl_certs.recheck.affine.ellipsoids import (
+    Part,
+    RankOne,
+    bound_on_ellipsoid,
+    norm_on_ellipsoid,
+    rows_of,
+)
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of
 from kcdsl_certs.recheck.affine.independent import only_sure
 from kcdsl_certs.recheck.affine.many_rows import Line, RowErrors
-from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
+from kcdsl_certs.recheck.affine.result_rounding import Formed, round_result
 from kcdsl_certs.recheck.affine.tape import VJP, NonlinearPart, Share, Shared
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Floats, raised
@@ -160,7 +166,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
     kernel = walk.kernel
     if not centred and x.place is not None:
         walk.tape.cut = x.place
-    form = settle_form(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
+    form = round_result(walk, node, formed, target(kernel, node), kernel.inner, sums=True)
     _by_length(walk, node, form, size_g, raised(np.sqrt(2 * moved.shrink)), inner)
     lines = [Line(at.y * gain, raised(moved.along * sides + by_y + moved.shrink / 2)[..., 0])]
     if centred:
@@ -171,7 +177,7 @@ def _norm(walk: Walk, node: Node, inputs: list[Operand], centred: bool) -> Form:
         walk.tape.cut = form.place
     rows = walk.chosen(node, node.inputs[0], "ellipsoid", before)
     if centred and form.place is not None and x.place is not None and rows.any():
-        reverse_passes.surround(walk, form.place, form.shape, rows, x.place)
+        reverse_passes.surround_rows(walk, form.place, form.shape, rows, x.place)
     return form
 
 
@@ -270,17 +276,17 @@ def _drift(walk: Walk, node: Node, x: Form, at: _Reference, centred: bool) -> _D
     needed = walk.chosen(node, name, "ellipsoid", cut)
     if needed.any() and x.place:
         if not walk.tape.entries[x.place].ellipsoids:  # else known from before the input's cast
-            norms = reverse_passes.surround(walk, x.place, x.shape, needed, cut)
+            norms = reverse_passes.surround_rows(walk, x.place, x.shape, needed, cut)
         found = _within(walk, x, centred)
         if not centred:
-            x = reverse_passes.kept(walk, name, np.minimum(x.error_bound, found))
+            x = reverse_passes.store_error_bound(walk, name, np.minimum(x.error_bound, found))
         lower(found, needed)
     needed = walk.chosen(node, name, "deviations" if centred else "elements")
     if needed.any():
         if centred:
             lower(reverse_passes.centred(walk, x, needed), needed)
         else:
-            x = reverse_passes.tight(walk, node, name, 0)
+            x = reverse_passes.tighten_error(walk, node, name, 0)
             lower(x.error_bound, needed)
     if not bool((along < _FARTHEST).all()):
         raise Rejected("bound/not-finite", "the input of a norm moves too far along itself")
@@ -303,7 +309,7 @@ def _within(walk: Walk, x: Form, centred: bool) -> Floats:
     assert x.place is not None
     found = np.full(x.shape, np.inf)
     for row, shape in walk.tape.entries[x.place].ellipsoids.items():
-        found[row] = extent_along(shape, _centring(x.shape[-1], centred))
+        found[row] = bound_on_ellipsoid(shape, _centring(x.shape[-1], centred))
     usual = _mean(x.error_bound) if centred else 0.0
     return raised(found + 4 * UNIT * (x.error_bound + usual))
 
@@ -320,7 +326,7 @@ def _along(walk: Walk, x: Form, at: _Reference, needed: Bools, centred: bool) ->
         functional = functional - functional.mean(axis=-1, keepdims=True)
     mean = (np.abs(functional) * x.error_bound).sum(axis=-1, keepdims=True)
     for row in reverse_passes.rows(needed):
-        mean[row] = reverse_passes.along(walk, x, row, functional[row][None])
+        mean[row] = reverse_passes.bound_row_functionals(walk, x, row, functional[row][None])
     # the functional has the error of c and its own roundings
     size = np.abs(functional) + at.wrong_c / n
     blur = (at.wrong_c + at.wrong_c.mean(axis=-1, keepdims=True)) / n * (1 + 2.0**-30)
@@ -334,14 +340,14 @@ def _square(walk: Walk, x: Form, delta: Floats, needed: Bools, centred: bool) ->
     """Return a bound of mean(δ²): from |δ|, or from the norm of all elements together."""
     n = x.shape[-1]
     functionals = _centring(n, centred)
-    norm = reverse_passes.together(walk, x, needed, lambda _: functionals)
+    norm = reverse_passes.bound_norms(walk, x, needed, lambda _: functionals)
     # 1/n is rounded
     norm = norm + 4 * UNIT * (x.error_bound.sum(axis=-1, keepdims=True) if centred else 0.0)
     square = np.minimum(_mean(delta**2), raised(norm**2 / n) + TINY)
     if x.place is None:
         return square
     for row, shape in walk.tape.entries[x.place].ellipsoids.items():
-        size = longest(shape, functionals)
+        size = norm_on_ellipsoid(shape, functionals)
         if centred:
             size += 4 * UNIT * float(x.error_bound[row].sum()) * n
         square[row] = np.minimum(square[row], raised(np.array(size**2 / n)) + TINY)

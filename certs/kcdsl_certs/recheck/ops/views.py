@@ -10,7 +10,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import part, viewed
 from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
-from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
+from kcdsl_certs.recheck.affine.result_rounding import Formed, round_result
 from kcdsl_certs.recheck.affine.tape import VJP, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node, View
 from kcdsl_certs.recheck.interval import box
@@ -230,7 +230,7 @@ def cast_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     widest = max(read, key=lambda other: other.precision)
     vjps = operands_of((x, lambda a: a))
     formed = Formed(x.reference, x.error_bound, vjps, np.zeros(x.shape), cases=x.cases)
-    return settle_form(walk, node, replace(formed, own=walk.own(node, 0)), form, widest)
+    return round_result(walk, node, replace(formed, own=walk.own(node, 0)), form, widest)
 
 
 def neg_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kcdsl.model.graph import Node
 from kcdsl_backends.drift.affine.adjoint import Adjoint, at, by_rows, largest_eigenvalue
-from kcdsl_backends.drift.affine.ellipsoids import Part, RankOne, image, quadratic
+from kcdsl_backends.drift.affine.ellipsoids import Part, RankOne, bound_on_ellipsoid, image
 from kcdsl_backends.drift.affine.error_bounds import (
     deviations,
     directions,
@@ -292,7 +292,7 @@ def _within(tape: Tape, index: int, *, centred: bool) -> Tensor:
     found = torch.full_like(tape.entries[index].error_bound, torch.inf)
     for row, matrix in tape.entries[index].ellipsoids.items():
         unit = _centring(matrix) if centred else torch.eye(len(matrix), dtype=matrix.dtype)
-        found[row] = quadratic(matrix, unit.to(matrix))
+        found[row] = bound_on_ellipsoid(matrix, unit.to(matrix))
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Form, Operand, Version, Walk, form_of, known_form
-from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
+from kcdsl_certs.recheck.affine.result_rounding import Formed, round_result
 from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Block, Node
 from kcdsl_certs.recheck.interval import box, quantisers
@@ -181,7 +181,7 @@ def cache_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     operands = operands_of((x, times(keep, x.shape)))
     radius = raised(np.where(flat, half, error)) + TINY
     formed = Formed(reference, x.error_bound * keep, operands, radius, own=walk.own(node, 0))
-    return settle_form(walk, node, formed, target(kernel, node), kernel.inner)
+    return round_result(walk, node, formed, target(kernel, node), kernel.inner)
 
 
 OPERATIONS = {"cache": Operation(1, 1, cache_interval, cache_affine, None, forms=False)}

@@ -13,7 +13,7 @@ from kcdsl_certs.recheck.affine import cases, reverse_passes
 from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine.ellipsoids import Row
 from kcdsl_certs.recheck.affine.form import Form, Operand, StepRemainder, Walk, form_of
-from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
+from kcdsl_certs.recheck.affine.result_rounding import Formed, round_result
 from kcdsl_certs.recheck.affine.tape import VJP, TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
@@ -123,7 +123,7 @@ def softmax_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     )
     fused = walk.kernel.fused
     kernel = walk.kernel
-    form = settle_form(walk, node, formed, kernel.probabilities, kernel.inner, rounds=not fused)
+    form = round_result(walk, node, formed, kernel.probabilities, kernel.inner, rounds=not fused)
     if node.name in walk.versions:
         return replace(form, allowed=allowed)
     steps = None if form.steps is None else _chosen(scores, form, form.steps, allowed, error)
@@ -187,7 +187,9 @@ def _centred(walk: Walk, node: Node, p: Floats, wrong: Floats, allowed: Bools) -
                 some: tuple[int | NDArray[np.intp], ...] = (*row, columns)
                 functionals = np.zeros((columns.size, p.shape[-1]))
                 functionals[np.arange(columns.size), columns] = 1.0
-                bounds = reverse_passes.along(walk, scores, row, functionals - p[row], floor)
+                bounds = reverse_passes.bound_row_functionals(
+                    walk, scores, row, functionals - p[row], floor
+                )
                 results[0][some] = np.minimum(results[0][some], bounds)
 
         (found,) = walk.over_rows(rows, (found,), p.shape[-1], bound_rows)

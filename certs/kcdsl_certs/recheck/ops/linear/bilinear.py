@@ -18,12 +18,12 @@ from kcdsl_certs.recheck.affine.ellipsoids import (
     Ellipsoids,
     Part,
     Row,
-    longest,
     norm_of,
+    norm_on_ellipsoid,
     norms_of,
 )
 from kcdsl_certs.recheck.affine.form import Form, Origin, Turned, Walk, form_of, product_raised
-from kcdsl_certs.recheck.affine.reverse_passes import until
+from kcdsl_certs.recheck.affine.reverse_passes import tighten_by_floors
 from kcdsl_certs.recheck.affine.tape import NonlinearPart, TapeEntry, reads_many
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval.box import TINY, UNIT, Floats, raised
@@ -100,14 +100,14 @@ def scores(walk: Walk, node: Node, shape: tuple[int, ...]) -> Floats | None:
         return None
     if q.origin is not None and k.origin is not None:
         for name in dict.fromkeys((q.origin.source, k.origin.source)):
-            until(walk, node, name)
+            tighten_by_floors(walk, node, name)
         left = split(walk, q.origin, q.origin.index)
         right = split(walk, k.origin, k.origin.index.swapaxes(-1, -2))
         return None if left is None or right is None else _second_order(left, right)
     if q.turned is None or k.turned is None:
         return None
     for name in dict.fromkeys((q.turned.below.source, k.turned.below.source)):
-        until(walk, node, name)
+        tighten_by_floors(walk, node, name)
     query = _rotated(walk, q.turned, q.turned.index)
     key = _rotated(walk, k.turned, k.turned.index.swapaxes(-1, -2))
     if query is None or key is None:
@@ -200,7 +200,7 @@ def _norms(operand: Straight, h: int) -> Floats:
         found = norms_of(weight, operand.error_bound[h], math.sqrt(weight.shape[1]))
     for t, row in enumerate(operand.rows[h]):
         if row in operand.ellipsoids:
-            found[t] = min(found[t], longest(operand.ellipsoids[row], weight))
+            found[t] = min(found[t], norm_on_ellipsoid(operand.ellipsoids[row], weight))
     return found
 
 

@@ -15,7 +15,7 @@ from kcdsl_certs.recheck.affine.ellipsoids import LinearImage, WeightNorms
 from kcdsl_certs.recheck.affine.form import Form, Operand, Origin, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum, only_sure
 from kcdsl_certs.recheck.affine.many_rows import Weighted
-from kcdsl_certs.recheck.affine.result_rounding import Early, Formed, settle_form
+from kcdsl_certs.recheck.affine.result_rounding import Early, Formed, round_result
 from kcdsl_certs.recheck.affine.tape import VJP, Shared, TapeEntry, reads_many
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box, quantisers
@@ -268,7 +268,7 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     if shared is not None:
         rest = raised(alone + shared.rest + terms_back * carried + error)
         formed = replace(formed, shared=replace(shared, rest=rest))
-    form = settle_form(walk, node, formed, target(kernel, node), kernel.accumulate, sums=True)
+    form = round_result(walk, node, formed, target(kernel, node), kernel.accumulate, sums=True)
     entry = None if form.place is None else walk.tape.entries[form.place]
     if entry is None or entry.kept is not None or not entry.operands or x is not before:
         return form

@@ -14,8 +14,8 @@ from kcdsl_certs.recheck.affine.adjoint import Adjoint, shortened, summed
 from kcdsl_certs.recheck.affine.cases import Cases
 from kcdsl_certs.recheck.affine.form import Form, Operand, Walk, form_of, product_raised
 from kcdsl_certs.recheck.affine.independent import of_sum
-from kcdsl_certs.recheck.affine.result_rounding import Formed, settle_form
-from kcdsl_certs.recheck.affine.reverse_passes import until
+from kcdsl_certs.recheck.affine.result_rounding import Formed, round_result
+from kcdsl_certs.recheck.affine.reverse_passes import tighten_by_floors
 from kcdsl_certs.recheck.affine.tape import VJP, Averaged, NonlinearPart
 from kcdsl_certs.recheck.graphs.graph import Node
 from kcdsl_certs.recheck.interval import box
@@ -135,7 +135,7 @@ def matmul_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     elif node.role == "scores":
         formed = replace(formed, gather=row_images.of_keys(walk, a, b))
     tight = context and region is not None and bool(region.any())
-    return settle_form(walk, node, formed, target(kernel, node), kernel.accumulate, tight=tight)
+    return round_result(walk, node, formed, target(kernel, node), kernel.accumulate, tight=tight)
 
 
 def _in_cases(p: Form, v: Form, error: Floats) -> Cases | None:
@@ -168,7 +168,7 @@ def _remainder(
     finer = bilinear.scores(walk, node, shape) if node.role == "scores" else None
     if finer is None or form_of(walk.forms[node.inputs[0]]).turned is not None:
         for name in node.inputs:
-            until(walk, node, name)
+            tighten_by_floors(walk, node, name)
     a, b = form_of(walk.forms[node.inputs[0]]), form_of(walk.forms[node.inputs[1]])
     rest = product_raised(a.error_bound, b.error_bound)
     other = one_row.keys(walk, a, b) if node.role == "scores" else None
