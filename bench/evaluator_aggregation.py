@@ -21,9 +21,9 @@ import numpy as np
 
 from bench.common import Better, Figure, report
 from kcdsl_backends.empirical.sources.tokens.database import (
-    Asked,
     Found,
     ValueLimit,
+    WantedCounts,
     count_tokens,
     opened,
 )
@@ -102,7 +102,7 @@ def _by_hand(folder: Path) -> list[tuple[object, ...]]:
 
 def _ours(folder: Path) -> Found:
     table = open_tables([folder])
-    asked = Asked(
+    asked = WantedCounts(
         "kl",
         tuple(ValueLimit("<=", Fraction(limit)) for limit in LIMITS),
         (Fraction(1, 2), Fraction(19, 20), Fraction(99, 100)),

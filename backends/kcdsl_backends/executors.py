@@ -88,7 +88,7 @@ class _Worker(SpawnProcess):
             super().start()
 
 
-def let_interrupts_through() -> None:
+def allow_interrupts() -> None:
     """Let Ctrl-C interrupt a wait of this process at once.
 
     z3 restores the handler that it replaced, but in a mode that restarts system calls; a wait for

@@ -136,7 +136,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def prints_aside(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def stdout_to_stderr(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap a function so that its output to stdout goes to stderr."""
 
     @wraps(function)

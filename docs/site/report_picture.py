@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics.render.terminal import printable
-from kcdsl.verdict.text.console import WIDTH, HarmlessConsole
+from kcdsl.verdict.text.console import WIDTH, SanitisingConsole
 from kcdsl.verdict.text.report import render
 
 PICTURE = Path(__file__).resolve().parents[1] / "images" / "evaluate-minilm.svg"
@@ -24,7 +24,7 @@ _FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 def draw(report: Mapping[str, Any]) -> str:
     """Return a report document as an SVG picture that fetches nothing: no font from elsewhere."""
     # with a height too, as rich takes terminals called "dumb" to be 80 columns wide else
-    console = HarmlessConsole(
+    console = SanitisingConsole(
         record=True, width=WIDTH, height=50, file=StringIO(), force_terminal=True
     )
     console.print(render(report))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kcdsl.api.contract import read_contract
-from kcdsl.api.results import Shows, no_progress
+from kcdsl.api.results import TableResult, no_progress
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
 from kcdsl.model.files import Artefacts
@@ -50,7 +50,7 @@ _WHICH = "name what `kcdsl sign`, or `--sign` of verify and evaluate, wrote: *.c
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class CheckResult(Shows):
+class CheckResult(TableResult):
     """The results of checking certificates, step by step."""
 
     combined: Combined

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from kcdsl.api.results import Shows
+from kcdsl.api.results import TableResult
 from kcdsl.diagnostics import Refusal, Suppressed, refuse
 from kcdsl.diagnostics.codes import FOREIGN_CODE, NO_CONTRACT, SEVERAL_CONTRACTS, USAGE
 from kcdsl.diagnostics.model import at
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _LIBRARY = re.compile(rb"^library[ \t]*:", re.MULTILINE)
 
 
-class Verifies(TypedDict, total=False):
+class VerifyOptions(TypedDict, total=False):
     """Keyword arguments of `Contract.verify`: the options of `kcdsl verify`."""
 
     backend: str | None
@@ -55,7 +55,7 @@ class Verifies(TypedDict, total=False):
     allow_code: bool
 
 
-class Evaluates(TypedDict, total=False):
+class EvaluateOptions(TypedDict, total=False):
     """Keyword arguments of `Contract.evaluate`: the options of `kcdsl evaluate`."""
 
     device: str
@@ -110,7 +110,7 @@ def refuse_values(settings: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Contract(Shows):
+class Contract(TableResult):
     """A contract that was found and compiled, with its accepted findings."""
 
     path: Path
@@ -139,7 +139,7 @@ class Contract(Shows):
         block: str | Sequence[str] = (),
         *,
         clause: str | Sequence[str] = (),
-        **options: Unpack[Verifies],
+        **options: Unpack[VerifyOptions],
     ) -> Verification:
         """Decide the clauses about every input of a region, only those of the given blocks or
         clauses if any, and write a certificate or its statement. Raises Refusal."""
@@ -151,7 +151,7 @@ class Contract(Shows):
         )
 
     def evaluate(
-        self, slices: str | Sequence[str] = (), **options: Unpack[Evaluates]
+        self, slices: str | Sequence[str] = (), **options: Unpack[EvaluateOptions]
     ) -> Evaluation:
         """Run both kernels on the slices and decide the measured clauses; write report, traces and
         the certificate or its statement. Raises Refusal."""

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import choose_device, measuring_backend, solver_if_installed
 from kcdsl.api.contract import Contract, refuse_foreign_code, refuse_values, results_folder
-from kcdsl.api.results import Shows, no_progress, offered, quiet
+from kcdsl.api.results import TableResult, no_progress, offered, quiet
 from kcdsl.api.verification import recording
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
 from kcdsl.inequalities import round_up
 from kcdsl.model.files import Artefacts
 from kcdsl.release.artefacts import refuse_untrusted
-from kcdsl.release.issue import issue, resting_on
+from kcdsl.release.issue import evidence_entries, issue
 from kcdsl.release.requirements import kernels_document
 from kcdsl.release.results import certified_clauses
 from kcdsl.release.signing import Target, signing_keys, written_as
@@ -70,7 +70,7 @@ class EvaluateSettings:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Evaluation(Shows):
+class Evaluation(TableResult):
     """The report of an evaluation, and the files that were written."""
 
     report: Report
@@ -243,7 +243,9 @@ def _certificate(
             suppressed=contract.accepted,
             source=contract.source,
             assumptions=tuple(filter(None, (report.model.get("program"),))),
-            evidence=resting_on({role: (file.path, file.data) for role, file in made.items()}),
+            evidence=evidence_entries(
+                {role: (file.path, file.data) for role, file in made.items()}
+            ),
             loaded=files.digests,
         )
     except Refusal as refusal:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.backends import look_rules
 from kcdsl.api.checking import CheckSettings, PathLike
 from kcdsl.api.contract import read_contract
-from kcdsl.api.results import Shows
+from kcdsl.api.results import TableResult
 from kcdsl.api.stage_evidence import StageEvidence, gather
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import PROMOTION_EVIDENCE, PROMOTION_STAGE
@@ -19,17 +19,17 @@ from kcdsl.exits import Exit
 from kcdsl.release.issue import utc_now
 from kcdsl.release.promotion import (
     FULL,
-    Demand,
+    DemandedObligation,
     DocumentKind,
     EvidenceDocument,
     LookRules,
-    NotHere,
     PromotionLimits,
     PromotionOutcome,
     PromotionStep,
     StagedCandidate,
+    UnusableEvidence,
     begun,
-    demands_of,
+    demanded_obligations,
     enter,
     gathered,
     step,
@@ -37,12 +37,12 @@ from kcdsl.release.promotion import (
 )
 from kcdsl.release.promotion.gate import fallback
 from kcdsl.release.promotion.recorded import (
-    Distrust,
+    UntrustedRecords,
     candidate_in,
     deployed_in,
-    distrust_of,
-    rests_on,
     standing_of,
+    untrusted_inputs,
+    untrusted_records,
 )
 from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.encoding.rejected import Rejected
@@ -92,7 +92,7 @@ class PromoteSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Promoted(Shows):
+class Promoted(TableResult):
     """The result of a look; `step` is None where a certificate is not valid."""
 
     slot: str
@@ -166,7 +166,7 @@ def promote(settings: PromoteSettings) -> Promoted:
     if evidence.invalid or evidence.expected is None:
         return replace(nothing, invalid=evidence.invalid)
     rules = look_rules()
-    demands = demands_of(contract.program, rules)
+    demands = demanded_obligations(contract.program, rules)
     notes: list[str] = []
     with Register.open(settings.register, clock=settings.clock) as register:
         triple = _candidate(evidence, register, settings.slot)
@@ -254,7 +254,7 @@ class _Promotion:
 
     settings: PromoteSettings
     evidence: StageEvidence
-    demands: Sequence[Demand]
+    demands: Sequence[DemandedObligation]
     rules: LookRules
     triple: Triple
 
@@ -326,8 +326,8 @@ class _Promotion:
         settings, now = self.settings, self.settings.clock().replace(microsecond=0)
         history = register.promotions(slot=settings.slot, candidate=self.triple.digest)
         previous, withdrawn, ended = candidate_in(history), dict[str, str](), frozenset[str]()
-        distrust = distrust_of(register, self.triple.digest, self._runs(weak))
-        counted, passed = rests_on(distrust.why, history)
+        distrust = untrusted_records(register, self.triple.digest, self._runs(weak))
+        counted, passed = untrusted_inputs(distrust.why, history)
         ahead = False
         if previous is not None:
             read = self.evidence.certificates.items()
@@ -339,8 +339,8 @@ class _Promotion:
             ahead, previous = again != previous, again
         digest, live = self.triple.digest, slot.triple == self.triple.digest
         entered = enter(previous, digest, slot.triple, settings.stage, now, withdrawn)
-        barred = entered if isinstance(entered, NotHere) else None
-        candidate = entered.refutable if isinstance(entered, NotHere) else entered
+        barred = entered if isinstance(entered, UnusableEvidence) else None
+        candidate = entered.refutable if isinstance(entered, UnusableEvidence) else entered
         if barred is not None and candidate is None:
             raise refuse(PROMOTION_STAGE, barred.why, help=barred.way_out)
         assert candidate is not None
@@ -387,7 +387,9 @@ class _Promotion:
         none = () if target else (PromotionReason(NO_FALLBACK, NOTHING_LIVE),)
         return replace(decision, incumbent=target, reasons=(*decision.reasons, *none))
 
-    def _untrusted(self, documents: Sequence[EvidenceDocument], known: Distrust) -> dict[str, str]:
+    def _untrusted(
+        self, documents: Sequence[EvidenceDocument], known: UntrustedRecords
+    ) -> dict[str, str]:
         """Return why documents are not trusted, by name: their run is, or may be, untrusted."""
         found = {}
         for each in documents:

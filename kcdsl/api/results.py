@@ -22,7 +22,7 @@ def offered(method: Method) -> Method:
     return method
 
 
-class Shows(ABC):
+class TableResult(ABC):
     """A result with rows: shown as a table in notebooks, and converted to data frames."""
 
     __slots__ = ()

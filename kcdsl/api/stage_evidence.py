@@ -13,7 +13,7 @@ from kcdsl.api.contract import Contract
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import PROMOTION_EVIDENCE
 from kcdsl.model.files import Artefacts
-from kcdsl.release.promotion import Demand, EvidenceDocument
+from kcdsl.release.promotion import DemandedObligation, EvidenceDocument
 from kcdsl.release.promotion.certificates import document_of, states_failure
 from kcdsl.release.promotion.documents import OtherSubject, read_evidence, schema_of
 from kcdsl.release.requirements import build_expectation, read_kernels
@@ -68,7 +68,7 @@ class StageEvidence:
         return frozenset() if self.trust is None else self.trust.rules.relaxed_parts
 
     def documents(
-        self, demands: Sequence[Demand], candidate: Triple, stage: str
+        self, demands: Sequence[DemandedObligation], candidate: Triple, stage: str
     ) -> tuple[tuple[EvidenceDocument, ...], dict[str, str]]:
         """Return the documents about a candidate, and why other files are ignored; raises Refusal
         for a file that is no evidence."""

@@ -22,7 +22,7 @@ from kcdsl.api.backends import (
 )
 from kcdsl.api.contract import Contract, refuse_foreign_code, refuse_values, results_folder
 from kcdsl.api.portfolio import AUTO, decide_together
-from kcdsl.api.results import Shows, no_progress, quiet
+from kcdsl.api.results import TableResult, no_progress, quiet
 from kcdsl.diagnostics import Refusal, Severity, refuse
 from kcdsl.diagnostics.codes import (
     NO_BACKEND,
@@ -39,7 +39,7 @@ from kcdsl.ir.tables import expand_tables, gaps
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.release.artefacts import record_all, refuse_untrusted
-from kcdsl.release.issue import issue, resting_on
+from kcdsl.release.issue import evidence_entries, issue
 from kcdsl.release.requirements import kernel_here
 from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
 from kcdsl.release.signing import Target, signing_keys
@@ -95,7 +95,7 @@ class VerifySettings:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Verification(Shows):
+class Verification(TableResult):
     """The outcomes, and the file of the certificate or its statement."""
 
     program: Program
@@ -303,7 +303,7 @@ def _write(
         lifetime=options.lifetime,
         suppressed=contract.accepted,
         source=contract.source,
-        evidence=[f for run in runs.values() for f in resting_on({"counterexample": run})],
+        evidence=[f for run in runs.values() for f in evidence_entries({"counterexample": run})],
         loaded=files.digests,
     )
     make_folder(folder)

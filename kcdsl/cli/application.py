@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         process.isolate()  # it is ours; a program that calls `main` keeps its search path
         process.use_large_pages()
-        process.collect_seldom()
+        process.raise_collection_threshold()
     words = list(sys.argv[1:] if argv is None else argv)
     process.mend_streams()
     with process.coloured(words):
         code = _guarded(words)
     if argv is None:
-        process.leave_garbage()
+        process.skip_final_collection()
     return code
 
 

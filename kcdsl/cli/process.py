@@ -73,13 +73,13 @@ def _find_z3_in_its_package() -> None:
     vars(builtins)["Z3_LIB_DIRS"] = [*folders, os.path.join(sys.prefix, "lib")]
 
 
-def collect_seldom() -> None:
+def raise_collection_threshold() -> None:
     """Collect cyclic garbage after 100,000 new objects, not 700: large contracts are trees, and a
     short command ends before."""
     gc.set_threshold(100_000)
 
 
-def leave_garbage() -> None:
+def skip_final_collection() -> None:
     """Skip the garbage collection at the end of the process, which frees all memory anyway.
 
     Not with DuckDB, whose bindings print remaining objects at exit.

@@ -14,7 +14,7 @@ from kcdsl.diagnostics.codes import FORMAT_REFUSED
 from kcdsl.diagnostics.model import Diagnostic, Edit, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format.layout import Printer
-from kcdsl.format.scalar import STARTS, comment_of, spell
+from kcdsl.format.scalar import STARTS, canonical_spelling, comment_of
 from kcdsl.source.comments import find_comments
 from kcdsl.source.yaml_nodes import Mapping, Node, Scalar, SequenceNode, parse_yaml, scalars
 
@@ -64,8 +64,8 @@ def _same(one: Node, other: Node, field: str) -> bool:
             start = STARTS.get(field)
             if start is None or not isinstance(one.value, str) or not isinstance(other.value, str):
                 return False
-            spelled = spell(one.text, start)
-            return spelled is not None and spelled == spell(other.text, start)
+            spelled = canonical_spelling(one.text, start)
+            return spelled is not None and spelled == canonical_spelling(other.text, start)
         case SequenceNode(items=left), SequenceNode(items=right):
             return len(left) == len(right) and all(
                 _same(a, b, "") for a, b in zip(left, right, strict=True)

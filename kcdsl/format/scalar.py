@@ -53,7 +53,7 @@ def written(
     if scalar.style in {"|", ">"} and not (flow or careful):
         return _block(raw, scalar, start if is_text else None)
     comment = comment_of(raw) if scalar.style in {"|", ">"} else ""
-    spelled = spell(scalar.text, start) if start is not None and is_text else None
+    spelled = canonical_spelling(scalar.text, start) if start is not None and is_text else None
     if spelled is not None:
         line = quoted(spelled, '"' if careful else scalar.style, flow)
         if room is not None and len(line) > room and not (flow or careful) and start is not None:
@@ -212,7 +212,7 @@ _TIGHT_BEFORE = {"RPAR", "RSQB", "COMMA", "COLON"}
 _TIGHT_AFTER = {"LPAR", "LSQB"}
 
 
-def spell(text: str, start: str) -> str | None:
+def canonical_spelling(text: str, start: str) -> str | None:
     """Return the canonical spelling on one line; None if the text is not such an expression."""
     pieces = _pieces(text, start)
     return None if pieces is None else "".join(gap + token.text for token, gap in pieces)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kcdsl.ir import terms as ir
-from kcdsl.source.numbers import spell
+from kcdsl.source.numbers import decimal_text
 from kcdsl.syntax import ast
 
 _UNITS = {"s": "s", "B": "B", "tok": "tok", "tok/s": "tok/s", "nat": "nats"}
@@ -199,7 +199,7 @@ def _joined(items: tuple[ast.Expression, ...]) -> str:
 
 
 def _number_text(number: ast.Num) -> str:
-    value = spell(number.value)
+    value = decimal_text(number.value)
     if number.unit is None:
         return value
     return f"{value}%" if number.unit == "%" else f"{value} {number.unit}"

@@ -19,10 +19,10 @@ from typing import Final, Generic, Literal, Protocol, TypeVar, assert_never
 
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.logic.axioms import (
+    Axiom,
     ConditionalBound,
     ConstantValues,
     ExtremeMean,
-    Law,
     LinearBound,
     LowerBound,
     NegatedBound,
@@ -160,7 +160,7 @@ class Terms(Generic[N, B]):
         return reduce(lambda a, b: algebra.choose(algebra.compare(op, a, b), a, b), readings)
 
 
-def axiom(law: Law, variables: Sequence[N], algebra: Algebra[N, B]) -> B:
+def axiom(law: Axiom, variables: Sequence[N], algebra: Algebra[N, B]) -> B:
     """Return a law as an expression; `variables` are the quantities in order."""
     real, compare = algebra.real, algebra.compare
     match law:

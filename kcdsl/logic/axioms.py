@@ -146,7 +146,7 @@ class UnionBounds:
     below: bool
 
 
-Law = (
+Axiom = (
     LowerBound
     | UpperBound
     | LinearBound
@@ -159,12 +159,12 @@ Law = (
 )
 
 
-def laws(
+def axioms_of(
     quantities: Sequence[Placed],
     terms: Sequence[Term],
     compared: Sequence[Collection[Fraction]],
     setting: ContractFacts,
-) -> Iterator[Law]:
+) -> Iterator[Axiom]:
     """Yield the laws of quantities; `terms` are the measured terms, `compared` the thresholds of
     each."""
     ranges = [interval(term, setting.known) for term in terms]
@@ -200,7 +200,7 @@ def _is_worst(a: Placed, b: Placed) -> bool:
 
 def _means(
     quantities: Sequence[Placed], ranges: Sequence[Interval], setting: ContractFacts
-) -> Iterator[Law]:
+) -> Iterator[Axiom]:
     """Yield the laws between a mean and the other statistics of the same values."""
     same: dict[object, list[int]] = defaultdict(list)
     for n, quantity in enumerate(quantities):

@@ -31,7 +31,7 @@ from kcdsl.lsp.features.navigation import (
 )
 from kcdsl.lsp.features.rename import prepare, rename
 from kcdsl.lsp.text.documents import Snapshot
-from kcdsl.lsp.text.positions import NOWHERE, Carry, Ranges, markup
+from kcdsl.lsp.text.positions import NOWHERE, OffsetMap, Ranges, markup
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Question:
         """Return the range converter of the current document."""
         return self.ranges_of(self.snapshot)
 
-    def ranges_of(self, snapshot: Snapshot, way: Carry = NOWHERE) -> Ranges:
+    def ranges_of(self, snapshot: Snapshot, way: OffsetMap = NOWHERE) -> Ranges:
         """Return the range converter of a document for this client."""
         document = snapshot.document
         return Ranges(document.uri, document.version, document.lines, self.encoding, way)

@@ -56,7 +56,7 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def results_for(
+def result_for(
     required: RequiredClause,
     wanted: Comparison | None = None,
     *,
@@ -196,7 +196,7 @@ def issue(
         ) from error
 
 
-def resting_on(files: Mapping[str, tuple[Path, bytes]]) -> tuple[EvidenceFile, ...]:
+def evidence_entries(files: Mapping[str, tuple[Path, bytes]]) -> tuple[EvidenceFile, ...]:
     """Return the entries of a certificate for its evidence files, which are given by role."""
     return tuple(
         EvidenceFile(role, path.name, hashlib.sha256(data).hexdigest())

@@ -14,7 +14,7 @@ from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
-from kcdsl.release.issue import results_for
+from kcdsl.release.issue import result_for
 from kcdsl.release.requirements import quantity_of, required_clauses, stated_alternatives
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated
 from kcdsl.verdict.model import Verdict as Found
@@ -89,7 +89,7 @@ def result_of(
     limited = row.evidence == "sample" and counted is None and row.exact_value is not None
     limited = limited and usable
     confident = row.confidence is not None and row.confidence >= 0.95
-    return results_for(
+    return result_for(
         required,
         wanted,
         evidence=Evidence(row.evidence),
@@ -149,7 +149,7 @@ def _result(
     bound = SOME_MARGIN if flip else outcome.bound
     reached = None if flip else outcome.attack
     by_chance = proof is not None and outcome.evidence.kind is EvidenceKind.PROBABILISTIC
-    return results_for(
+    return result_for(
         required,
         evidence=Evidence.SAMPLE if proof is None else Evidence(outcome.evidence.kind.value),
         method=ATTACK if proof is None else method_of(json.loads(outcome.proof or b"{}")),
@@ -201,7 +201,7 @@ def implied_clauses(
         ]
         if wanted.budget is None and decided:
             found += [
-                results_for(
+                result_for(
                     wanted,
                     comparison,
                     evidence=Evidence.PROOF,

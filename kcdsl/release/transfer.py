@@ -16,12 +16,12 @@ from kcdsl import __version__
 from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.encoding.strict import strict_load
 from kcdsl_certs.statement import (
-    Carried,
     CertifiedClause,
     Evaluator,
-    Left,
+    ExcludedResult,
     Predicate,
     Transfer,
+    TransferredResult,
     Triple,
     Verdict,
 )
@@ -57,8 +57,8 @@ Regions = Callable[[str], Sequence[Stated]]
 class TransferPlan:
     """The transferred and the dropped results, in the order of the certificate."""
 
-    carried: tuple[Carried, ...]
-    left: tuple[Left, ...]
+    carried: tuple[TransferredResult, ...]
+    left: tuple[ExcludedResult, ...]
 
 
 def plan(earlier: Predicate, folder: Path, weights: Weights, regions: Regions) -> TransferPlan:
@@ -73,28 +73,28 @@ def plan(earlier: Predicate, folder: Path, weights: Weights, regions: Regions) -
     Raises:
         Rejected: a proof is missing or not about its clause, or a checkpoint has invalid numbers.
     """
-    found: dict[tuple[str, str | None], Carried | Left] = {}
+    found: dict[tuple[str, str | None], TransferredResult | ExcludedResult] = {}
     for clause in earlier.clauses:
         if clause.implied_by is None:
             one = _one(clause, earlier.triple, folder, weights, regions)
             kept = found.setdefault((clause.id, clause.slice), one)
-            if isinstance(one, Left) and isinstance(kept, Carried):
+            if isinstance(one, ExcludedResult) and isinstance(kept, TransferredResult):
                 found[clause.id, clause.slice] = one
     for clause in earlier.clauses:
         if clause.implied_by is not None:
             found[clause.id, clause.slice] = _implied(clause, found)
     return TransferPlan(
-        tuple(item for item in found.values() if isinstance(item, Carried)),
-        tuple(item for item in found.values() if isinstance(item, Left)),
+        tuple(item for item in found.values() if isinstance(item, TransferredResult)),
+        tuple(item for item in found.values() if isinstance(item, ExcludedResult)),
     )
 
 
 def _one(
     clause: CertifiedClause, triple: Triple, folder: Path, weights: Weights, regions: Regions
-) -> Carried | Left:
+) -> TransferredResult | ExcludedResult:
     name, block = (clause.id, clause.slice), clause.block
     if clause.verdict is not Verdict.PASSED or clause.proof is None or clause.weights is None:
-        return Left(*name, "no-region", "it is of the earlier checkpoint alone", block)
+        return ExcludedResult(*name, "no-region", "it is of the earlier checkpoint alone", block)
     proof = load_proof(folder, clause)
     farthest = weights.farthest(weights_of(proof, clause, triple), clause.weights)
     if not farthest.inside:
@@ -102,25 +102,26 @@ def _one(
             f"{farthest.earlier!r} became {farthest.later!r}, beyond {real_text(clause.weights)}"
             " of it"
         )
-        return Left(*name, "weights", detail, block, farthest.tensor, farthest.element)
+        return ExcludedResult(*name, "weights", detail, block, farthest.tensor, farthest.element)
     outside = _states(strict_load(proof, LARGEST_PROOF), clause, regions)
     if outside is not None:
-        return Left(*name, "states", outside, block)
-    return Carried(*name, clause.weights, farthest.ratio, farthest.tensor)
+        return ExcludedResult(*name, "states", outside, block)
+    return TransferredResult(*name, clause.weights, farthest.ratio, farthest.tensor)
 
 
 def _implied(
-    clause: CertifiedClause, found: Mapping[tuple[str, str | None], Carried | Left]
-) -> Carried | Left:
+    clause: CertifiedClause,
+    found: Mapping[tuple[str, str | None], TransferredResult | ExcludedResult],
+) -> TransferredResult | ExcludedResult:
     sources = [item for (name, _), item in found.items() if name == clause.implied_by]
     for source in sources:
-        if isinstance(source, Left):
-            detail = f"it follows from {source.id}, which stays behind"
-            return Left(clause.id, clause.slice, source.reason, detail, clause.block)
+        if isinstance(source, ExcludedResult):
+            detail = f"it follows from {source.id}, which is not transferred"
+            return ExcludedResult(clause.id, clause.slice, source.reason, detail, clause.block)
     if not sources:
         detail = f"it follows from {clause.implied_by}, which is not here"
-        return Left(clause.id, clause.slice, "no-region", detail, clause.block)
-    return Carried(clause.id, clause.slice)
+        return ExcludedResult(clause.id, clause.slice, "no-region", detail, clause.block)
+    return TransferredResult(clause.id, clause.slice)
 
 
 def _states(proof: Any, clause: CertifiedClause, regions: Regions) -> str | None:

@@ -34,7 +34,7 @@ def exact(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def spell(value: Fraction) -> str:
+def decimal_text(value: Fraction) -> str:
     """Return the shortest plain decimal of a fraction, or `p/q` where no decimal is exact."""
     if value.denominator == 1:
         return str(value.numerator)

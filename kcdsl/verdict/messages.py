@@ -15,7 +15,7 @@ from kcdsl.diagnostics.model import Diagnostic, Severity
 from kcdsl.diagnostics.render import WITHOUT_FILE, Checked, LintRun, render
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.verdict.model import HELD, SIGNS, WORST_FIRST
-from kcdsl.verdict.quantities import quantity, scale, told
+from kcdsl.verdict.quantities import distinct_text, quantity, scale
 from kcdsl.verdict.report import not_decided
 
 _WORDS = {
@@ -63,7 +63,7 @@ def shown(value: float | None, unit: str) -> str:
 def against(value: float | None, row: Mapping[str, Any]) -> str:
     """Return a value of a row with its unit, with enough digits to differ from the threshold."""
     unit = scale(row["unit"], row["threshold"])
-    return _with_unit(told(value, row["threshold"], unit), unit)
+    return _with_unit(distinct_text(value, row["threshold"], unit), unit)
 
 
 def _with_unit(text: str, unit: str) -> str:
@@ -201,7 +201,7 @@ def looks_in_words(looks: int | None) -> str:
 
 def terse(value: float | None, row: Mapping[str, Any]) -> str:
     """Return a value as `against` does, without a unit that the metric implies."""
-    return told(value, row["threshold"], scale(row["unit"], row["threshold"]))
+    return distinct_text(value, row["threshold"], scale(row["unit"], row["threshold"]))
 
 
 def context_rows(

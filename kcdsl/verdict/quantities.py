@@ -62,7 +62,7 @@ def stated(threshold: float | None, unit: str) -> str:
     return quantity(threshold, unit, STATED)
 
 
-def told(value: float | None, threshold: float | None, unit: str) -> str:
+def distinct_text(value: float | None, threshold: float | None, unit: str) -> str:
     """Return a value with enough digits to differ from a threshold that it does not equal."""
     if value is None or threshold is None or not math.isfinite(threshold):
         return quantity(value, unit)

@@ -94,7 +94,7 @@ class ExceedanceCount(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown(Record):
+class RateLimit(Record):
     """The conclusion from k of n sampled units beyond the threshold: at `confidence`, the rate in
     the population is below `rate`."""
 
@@ -166,7 +166,7 @@ class ClauseResult(Record):
     estimators: tuple[Estimator, ...] = ()
     holdout: bool = False
     """Whether the clause is excluded from training losses."""
-    shown: Shown | None = None
+    shown: RateLimit | None = None
     """The conclusion about the rate of exceedance; None for a census and for a mean."""
     needed: int | None = None
     """An estimate of the number of units that would decide an inconclusive clause."""

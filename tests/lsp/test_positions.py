@@ -12,7 +12,7 @@ from lsprotocol.types import PositionEncodingKind as Encoding
 from kcdsl.diagnostics.spans import Span
 from kcdsl.lsp.session import Session
 from kcdsl.lsp.text.documents import document, path_of
-from kcdsl.lsp.text.positions import Lines, apply_changes, carry
+from kcdsl.lsp.text.positions import Lines, apply_changes, offset_map
 
 TEXTS = st.text(alphabet=st.sampled_from("ab:\n\r äß€🜁\u2028\x85\ufeff"), max_size=40)
 SHORT = st.text(alphabet="ab🜁", max_size=6)
@@ -126,7 +126,7 @@ def test_changes_apply_in_sequence() -> None:
 @given(SHORT, SHORT, SHORT, SHORT)
 def test_mapped_offsets_point_to_the_same_characters(a: str, b: str, c: str, d: str) -> None:
     here, there = a + b + d, a + c + d
-    way = carry(here, there)
+    way = offset_map(here, there)
     for offset in range(len(here) + 1):
         found = way.offset(offset)
         if found is None:

@@ -16,19 +16,19 @@ from kcdsl.ir import terms as ir
 from kcdsl.ir.predicates import division, inclusion
 from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, axiom
 from kcdsl.logic.axioms import (
+    Axiom,
     ConditionalBound,
     ConstantValues,
     ContractFacts,
     ExtremeMean,
-    Law,
     LinearBound,
     LowerBound,
     NegatedBound,
     QuantileBound,
     UnionBounds,
     UpperBound,
+    axioms_of,
     has_two_sides,
-    laws,
 )
 from kcdsl.logic.relations import Interval
 from kcdsl.logic.smtlib.text import WRITTEN
@@ -91,7 +91,7 @@ def value_of(quantity: Quantity, scope: Scope) -> Fraction | None:
     return value
 
 
-def keeps(law: Law, value: Sequence[Fraction | None], slack: Fraction) -> bool | None:
+def keeps(law: Axiom, value: Sequence[Fraction | None], slack: Fraction) -> bool | None:
     """Return whether values satisfy an axiom; None where it does not apply.
 
     Orders may be violated by `slack`, for rounded values.
@@ -130,7 +130,7 @@ def keeps(law: Law, value: Sequence[Fraction | None], slack: Fraction) -> bool |
             assert_never(law)
 
 
-def spoken(law: Law) -> Iterator[int]:
+def spoken(law: Axiom) -> Iterator[int]:
     """Yield the quantities in an axiom."""
     for name in ("quantity", "small", "large", "mean", "other", "extreme", "quantile", "whole"):
         if hasattr(law, name):
@@ -146,7 +146,7 @@ def check(
     worlds: Iterator[list[Fraction | None]],
     slack: Fraction = Fraction(0),
 ) -> Counter[str]:
-    told = list(laws(found, [q.term for q in found], [compared] * len(found), setting))
+    told = list(axioms_of(found, [q.term for q in found], [compared] * len(found), setting))
     seen: Counter[str] = Counter()
     for measured in worlds:
         for law in told:
@@ -251,8 +251,8 @@ def test_both_translations_state_the_axioms() -> None:
     found += quantities(SMALL[1:], ["long", "brief"])
     inside, divided = inclusion(PROGRAM), division(PROGRAM)
     setting = ContractFacts(inside, Fraction(1), divided, KNOWN, frozenset({OWN}))
-    told = list(laws(found, [q.term for q in found], [small.NUMBERS] * len(found), setting))
-    random, chosen = Random(3), dict[type[Law], list[Law]]()
+    told = list(axioms_of(found, [q.term for q in found], [small.NUMBERS] * len(found), setting))
+    random, chosen = Random(3), dict[type[Axiom], list[Axiom]]()
     for law in random.sample(told, len(told)):
         same = chosen.setdefault(type(law), [])
         if len(same) < 40:

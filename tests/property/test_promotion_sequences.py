@@ -28,11 +28,11 @@ from kcdsl.release.promotion import (
     CandidateState,
     DocumentKind,
     EvidenceDocument,
-    NotHere,
     ObligationResult,
     PromotionOutcome,
     PromotionStep,
     StagedCandidate,
+    UnusableEvidence,
     enter,
     gathered,
     without,
@@ -149,8 +149,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.now += HOUR
         previous = self.candidates.get(triple)
         entered = enter(previous, triple, self.live, stage, self.now, self._withdrawn(previous))
-        stopped = isinstance(entered, NotHere)
-        candidate = entered.refutable if isinstance(entered, NotHere) else entered
+        stopped = isinstance(entered, UnusableEvidence)
+        candidate = entered.refutable if isinstance(entered, UnusableEvidence) else entered
         if candidate is None:
             return
         found = self._step(candidate, documents, stopped=stopped)

@@ -13,7 +13,7 @@ from kcdsl.ir.terms import Family, Level
 from kcdsl.release.promotion import (
     FULL,
     OFFLINE,
-    Demand,
+    DemandedObligation,
     DocumentKind,
     EvidenceDocument,
     ObligationResult,
@@ -50,9 +50,9 @@ def demand(
     allowed: Fraction | None = PERCENT,
     hard: bool = True,
     repeatable: bool = True,
-) -> Demand:
+) -> DemandedObligation:
     """Return a demand; by default a hard percentile clause of L2."""
-    return Demand(
+    return DemandedObligation(
         f"{clause}/{slice}/0",
         clause,
         slice,
@@ -125,7 +125,7 @@ def at(stage: str, **changes: Any) -> StagedCandidate:
 
 def look(
     candidate: StagedCandidate,
-    demands: Iterable[Demand],
+    demands: Iterable[DemandedObligation],
     *documents: EvidenceDocument,
     limits: PromotionLimits = LIMITS,
     counted: Iterable[str] = (),
@@ -145,7 +145,9 @@ def look(
     )
 
 
-def passing(stage: str, demands: Iterable[Demand], n: int = 2000) -> tuple[EvidenceDocument, ...]:
+def passing(
+    stage: str, demands: Iterable[DemandedObligation], n: int = 2000
+) -> tuple[EvidenceDocument, ...]:
     """Return evidence that passes a stage."""
     demands = tuple(demands)
     shown = certificate(f"certificate of {stage}", {d.obligation: HELD for d in demands})

@@ -18,7 +18,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.model.presets import resolve
-from kcdsl.release.issue import issue, resting_on, results_for
+from kcdsl.release.issue import evidence_entries, issue, result_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
@@ -112,7 +112,7 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
         "counted": "requests",
     }  # fmt: skip
     return [
-        results_for(
+        result_for(
             required["N-ATTN-0", "long"],
             evidence=Evidence.PROOF,
             method="interval/1",
@@ -122,15 +122,15 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
             n=1,
             proof=proof,
         ),
-        results_for(required["N-KL", "all"], **census, value=Fraction(1, 100)),
-        results_for(required["N-KL", "long"], **{**census, "n": 1}, value=Fraction(1, 100)),
+        result_for(required["N-KL", "all"], **census, value=Fraction(1, 100)),
+        result_for(required["N-KL", "long"], **{**census, "n": 1}, value=Fraction(1, 100)),
         *(
-            results_for(both, wanted, **census, value=value)
+            result_for(both, wanted, **census, value=value)
             for wanted, value in zip(
                 both.alternatives[0], (Fraction(1, 1000), Fraction(1, 5)), strict=True
             )
         ),
-        results_for(
+        result_for(
             required["R-LAT", "all"],
             evidence=Evidence.SAMPLE,
             method="clopper-pearson/1",
@@ -140,7 +140,7 @@ def results(program: Program, folder: Path, proof: ProofReference) -> list[Certi
             alpha=Fraction(1, 20),
             counted="requests",
         ),
-        results_for(required["O-TRACE", "all"], **census, value=Fraction(1)),
+        result_for(required["O-TRACE", "all"], **census, value=Fraction(1)),
     ]
 
 
@@ -197,7 +197,7 @@ def evidence_of(
     }
     for name, content in files.values():
         write_bytes(folder / name, content)
-    return resting_on({role: (folder / name, data) for role, (name, data) in files.items()})
+    return evidence_entries({role: (folder / name, data) for role, (name, data) in files.items()})
 
 
 # --- companions -----------------------------------------------------------------------------------

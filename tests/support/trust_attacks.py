@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from kcdsl.check.compile import load_program
-from kcdsl.release.issue import issue, resting_on, results_for
+from kcdsl.release.issue import evidence_entries, issue, result_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl_certs.encoding.strict import canonical_json, time_text
 from kcdsl_certs.signatures import (
@@ -167,7 +167,7 @@ def scene(root: Path, run: Callable[..., Ran]) -> Scene:
     made.write(made.vendor / "prompts.jsonl", '{"id": "1", "text": "hello"}\n')
     program = load_program(made.vendor / "contract.yaml")
     (required,) = required_clauses(program, made.vendor)
-    result = results_for(
+    result = result_for(
         required,
         evidence=Evidence.CENSUS,
         method="census/1",
@@ -177,7 +177,7 @@ def scene(root: Path, run: Callable[..., Ran]) -> Scene:
         counted="requests",
     )
     # the evidence stays with the vendor; the check reports that it is missing
-    rests_on = resting_on({role: (made.vendor / role, b"") for role in NEEDED})
+    rests_on = evidence_entries({role: (made.vendor / role, b"") for role in NEEDED})
     bundle = issue(
         program=program,
         base=made.vendor,

@@ -26,9 +26,9 @@ from kcdsl_backends.executors import (
     Processes,
     Ray,
     WorkerLost,
+    allow_interrupts,
     available_memory,
     cores,
-    let_interrupts_through,
 )
 
 WORTH = 30.0
@@ -153,7 +153,7 @@ class WorkerPool:
         self, running: dict[Future[bytes], int], tasks: Sequence[Task], keep: OnAnswer
     ) -> None:
         """Wait for answers and keep them. If the pool broke, run the lost tasks one by one."""
-        let_interrupts_through()
+        allow_interrupts()
         done, _ = wait(running, return_when=FIRST_COMPLETED)
         lost: list[int] = []
         for future in done:
@@ -222,7 +222,7 @@ class WorkerPool:
 
     def _check_start(self, executor: Executor) -> None:
         """Check that a worker starts and loads the model before tasks are submitted."""
-        let_interrupts_through()
+        allow_interrupts()
         try:
             answer = self._answer(
                 executor.submit(work, self._setting, pickle.dumps(Ready())).result()

@@ -19,7 +19,7 @@ from kcdsl_backends.drift.affine.error_bounds import (
     of_elements,
     on_row,
 )
-from kcdsl_backends.drift.affine.independent import Chance, room
+from kcdsl_backends.drift.affine.independent import Chance, functionals_allowed
 from kcdsl_backends.drift.affine.kernel import KernelRun, StoredSpread
 from kcdsl_backends.drift.affine.result_rounding import cast_freely
 from kcdsl_backends.drift.affine.tape import INPUT, Range, TapeEntry, reads_many
@@ -305,7 +305,7 @@ def affine_forms(
     """
     met = kernel_boxes(graph, Kernels.of(train, infer, ball=ball), centre, radius, entering)
     grain = max(grain, coarsest(graph, train, infer))
-    chances = [None if alpha is None else Chance(alpha, room(graph)) for _ in met]
+    chances = [None if alpha is None else Chance(alpha, functionals_allowed(graph)) for _ in met]
 
     def run(
         side: int, common: Mapping[str, Tensor] | None = None, other: KernelRun | None = None

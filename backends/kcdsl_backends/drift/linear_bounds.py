@@ -65,7 +65,7 @@ def linear_bounds(
     """
     run = linear_walk(graph, kernels, centre, radius)
     name = graph.output
-    searched: tuple[Searched, ...] = ()
+    searched: tuple[ElementSlopes, ...] = ()
     if name in run.index and not (enough is not None and enough(run.state(run.nodes[name]))):
         moved, searched = search(run.tape, run.index[name], effort or SlopeEffort())
         _keep(run, name, run.tape.entries[run.index[name]].deviation, moved)
@@ -218,7 +218,7 @@ class SlopeEffort:
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
+class ElementSlopes:
     """Slopes for one element of the output, on one side: [6, bent elements of all ReLUs]."""
 
     element: int
@@ -226,7 +226,9 @@ class Searched:
     values: Tensor
 
 
-def search(tape: LinearTape, index: int, effort: SlopeEffort) -> tuple[Box, tuple[Searched, ...]]:
+def search(
+    tape: LinearTape, index: int, effort: SlopeEffort
+) -> tuple[Box, tuple[ElementSlopes, ...]]:
     """Tighten bounds of elements of an entry's drift; return its box and the slopes for it."""
     drift = tape.entries[index].drift
     low, high = (end.clone(memory_format=torch.contiguous_format) for end in (drift.lo, drift.hi))
@@ -235,7 +237,7 @@ def search(tape: LinearTape, index: int, effort: SlopeEffort) -> tuple[Box, tupl
     bent = sum(_bent(tape, i) for i in planes)
     if effort.steps == 0 or bent == 0:
         return drift, ()
-    found: list[Searched] = []
+    found: list[ElementSlopes] = []
     room = max(1, effort.at_once // numbers)
     for side, elements in _candidates(drift, effort, room):
         if (len(found) + len(elements)) * 6 * bent > effort.kept:
@@ -245,7 +247,7 @@ def search(tape: LinearTape, index: int, effort: SlopeEffort) -> tuple[Box, tupl
             end = high if side == "above" else -low
             if not float(bounds[k]) < float(end.view(-1)[element]) - _least(drift, element):
                 continue
-            found.append(Searched(element, side, _packed(tape, planes, slopes, k)))
+            found.append(ElementSlopes(element, side, _packed(tape, planes, slopes, k)))
             if side == "above":
                 high.view(-1)[element] = bounds[k]
             else:
@@ -354,7 +356,7 @@ def _packed(tape: LinearTape, planes: tuple[int, ...], slopes: Slopes, k: int) -
     return torch.cat(parts, 1)
 
 
-def hints_of(run: LinearRun, searched: Sequence[Searched]) -> dict[str, Any]:
+def hints_of(run: LinearRun, searched: Sequence[ElementSlopes]) -> dict[str, Any]:
     """Return the hints of a walk as plain data; arrays are numpy's.
 
     They are the rows of nodes that functionals tightened, the slopes of every ReLU at elements of

@@ -24,12 +24,12 @@ from kcdsl_backends.empirical.questions.pairs import (
     effects_of,
     refuse_other_requests,
 )
-from kcdsl_backends.empirical.questions.replay import same_functions, under
+from kcdsl_backends.empirical.questions.replay import evidence_for, same_functions
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import EvidenceTable
 from kcdsl_backends.empirical.table.rows import records
 from kcdsl_backends.empirical.table.trace import Trace, read_trace, trace_bytes
-from kcdsl_backends.process import prints_aside
+from kcdsl_backends.process import stdout_to_stderr
 
 
 class EmpiricalBackend:
@@ -37,9 +37,9 @@ class EmpiricalBackend:
 
     name = "empirical"
 
-    prepare = staticmethod(prints_aside(prepare))
+    prepare = staticmethod(stdout_to_stderr(prepare))
 
-    @prints_aside
+    @stdout_to_stderr
     def gather(
         self,
         context: KernelContext | RolloutContext,
@@ -137,9 +137,9 @@ class EmpiricalBackend:
         Raises Refusal (KC632) if it reads values that the trace does not have.
         """
         same_functions(program, base, trace.evidence)
-        return under(program, trace)
+        return evidence_for(program, trace)
 
-    @prints_aside
+    @stdout_to_stderr
     def experiment(
         self,
         kind: str,
@@ -182,9 +182,9 @@ class EmpiricalBackend:
 
         `limits` are (metric, operator, value); further arguments are those of `Wish`.
         """
-        from kcdsl_backends.empirical.questions.aggregate import aggregate, wish_for
+        from kcdsl_backends.empirical.questions.aggregate import aggregate, options_of
 
-        return aggregate(paths, program, wish_for(limits, percentiles, **wishes), progress)
+        return aggregate(paths, program, options_of(limits, percentiles, **wishes), progress)
 
 
 BACKEND = EmpiricalBackend()

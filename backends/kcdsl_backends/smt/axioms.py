@@ -20,18 +20,18 @@ from kcdsl.ir.printer import region_text, term_text
 from kcdsl.ir.terms import Drift, Norm, Region, Statistic, Term
 from kcdsl.logic.algebra import Side, axiom
 from kcdsl.logic.axioms import (
+    Axiom,
     ConditionalBound,
     ConstantValues,
     ContractFacts,
     ExtremeMean,
-    Law,
     LinearBound,
     LowerBound,
     NegatedBound,
     QuantileBound,
     UnionBounds,
     UpperBound,
-    laws,
+    axioms_of,
 )
 from kcdsl.logic.relations import NORMS
 from kcdsl_backends.smt.solver import Expression, Z3Algebra, real
@@ -119,14 +119,14 @@ _DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Assumption:
     """An axiom that holds for all kernels, with its reason as text."""
 
     expression: Expression
     reason: str
 
 
-def assumptions(translator: Translator) -> Iterator[Fact]:
+def assumptions(translator: Translator) -> Iterator[Assumption]:
     """Yield the axioms about the variables that the translator has created so far."""
     quantities = list(translator.quantities)
     setting = ContractFacts(
@@ -141,8 +141,8 @@ def assumptions(translator: Translator) -> Iterator[Fact]:
     written = _Writer(quantities)
     variables = [translator.quantities[quantity] for quantity in quantities]
     algebra = Z3Algebra(translator.context)
-    for law in laws(quantities, [quantity.term for quantity in quantities], compared, setting):
-        yield Fact(axiom(law, variables, algebra), written.words(law))
+    for law in axioms_of(quantities, [quantity.term for quantity in quantities], compared, setting):
+        yield Assumption(axiom(law, variables, algebra), written.words(law))
     yield from _norms(translator)
 
 
@@ -152,7 +152,7 @@ class _Writer:
 
     quantities: list[Quantity]
 
-    def words(self, law: Law) -> str:
+    def words(self, law: Axiom) -> str:
         """Return a law and its reason as text."""
         match law:
             case LowerBound(quantity, limit):
@@ -205,10 +205,10 @@ def _rounded_up(value: Fraction) -> str:
     return exact if len(exact) <= _DIGITS and "/" not in exact else number(outward(value, up=True))
 
 
-def _norms(translator: Translator) -> Iterator[Fact]:
+def _norms(translator: Translator) -> Iterator[Assumption]:
     for key, (least, some, largest) in translator.norms.items():
         ordered_ends = z3.And(least >= 0, least <= some, some <= largest)
-        yield Fact(ordered_ends, f"{_norm_text(key)} is a norm of every admitted run")
+        yield Assumption(ordered_ends, f"{_norm_text(key)} is a norm of every admitted run")
     for key, ends in translator.norms.items():
         witness, block, measured, kind = key
         for small, factor, large in NORMS:
@@ -219,7 +219,7 @@ def _norms(translator: Translator) -> Iterator[Fact]:
                 shown = "" if factor == 1 else f"{real_text(factor)} "
                 why = f"{_norm_text(key)} <= {shown}{_norm_text(other_key)}: norms of one drift"
                 pairs = zip(ends, other, strict=True)
-                yield Fact(z3.And(*(a <= scale * b for a, b in pairs)), why)
+                yield Assumption(z3.And(*(a <= scale * b for a, b in pairs)), why)
 
 
 def _norm_text(key: tuple[UnknownInput, str, bool, str]) -> str:

@@ -48,7 +48,7 @@ from kcdsl.ir.terms import (
 from kcdsl.logic.algebra import LARGEST, SMALLEST, Side, Terms, other
 from kcdsl.logic.axioms import has_two_sides, undivided
 from kcdsl.logic.relations import Interval, canonical
-from kcdsl_backends.smt.axioms import Fact, Quantity, UnknownInput, assumptions
+from kcdsl_backends.smt.axioms import Assumption, Quantity, UnknownInput, assumptions
 from kcdsl_backends.smt.claims import Claim, division, same_slice
 from kcdsl_backends.smt.solver import Clock, Expression, Outcome, Solver, Z3Algebra, compare, real
 
@@ -327,7 +327,7 @@ class SolverSession:
     unit: str = ""
     translator: Translator = field(init=False)
     solver: Solver = field(init=False)
-    facts: list[Fact] = field(init=False)
+    facts: list[Assumption] = field(init=False)
     holds: dict[str, Expression] = field(default_factory=dict)
     fails: dict[str, Expression] = field(default_factory=dict)
     explainer: Solver | None = None

@@ -9,7 +9,7 @@ import numpy as np
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.adjoint import units
-from kcdsl_certs.recheck.documents.hints import Bent, PlaneHints, Searched
+from kcdsl_certs.recheck.documents.hints import ElementSlopes, PlaneHints, ReluSlopes
 from kcdsl_certs.recheck.graphs.graph import Array
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval.box import Bools, Box, Floats
@@ -97,7 +97,7 @@ class _Sharpener:
         ]
         self._meet(name, state, made[0], made[1])
 
-    def search(self, searched: Searched) -> None:
+    def search(self, searched: ElementSlopes) -> None:
         """Bound one element of the output's drift with slopes of its own."""
         context, name = self._context, self._context.problem.block.output
         if name not in context.places:  # a parameter or constant
@@ -136,7 +136,7 @@ class _Sharpener:
             chosen.reshape(-1)[start:stop] = True
         return chosen
 
-    def _own(self, searched: Searched) -> dict[int, Slopes]:
+    def _own(self, searched: ElementSlopes) -> dict[int, Slopes]:
         """Return the slopes that the hints give for one element, by the entry of the ReLU."""
         if self._hints is None:
             return {}
@@ -151,7 +151,7 @@ class _Sharpener:
         return found
 
 
-def _mask_of(bent: Bent) -> Bools:
+def _mask_of(bent: ReluSlopes) -> Bools:
     return np.frombuffer(bent.at.data, dtype=np.bool_).reshape(bent.at.shape)
 
 

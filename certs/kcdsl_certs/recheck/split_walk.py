@@ -33,7 +33,7 @@ _KNOWN = ("param", "constant")
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
+class RoundingBounds:
     """Bounds [R, n] of the training kernel's rounding error (`loose`), and of the difference of the
     errors of both kernels (`apart`)."""
 
@@ -41,15 +41,15 @@ class Off:
     apart: Floats
 
     @staticmethod
-    def nothing(rows: int, size: int) -> Off:
-        return Off(np.zeros((rows, size)), np.zeros((rows, size)))
+    def nothing(rows: int, size: int) -> RoundingBounds:
+        return RoundingBounds(np.zeros((rows, size)), np.zeros((rows, size)))
 
-    def plus(self, train: Box, infer: Box) -> Off:
+    def plus(self, train: Box, infer: Box) -> RoundingBounds:
         """Add an error of either kernel."""
         shape = self.loose.shape
         apart = box.magnitude(box.sub(infer, train)).reshape(shape)
         loose = box.magnitude(train).reshape(shape)
-        return Off(raised(self.loose + loose), raised(self.apart + apart))
+        return RoundingBounds(raised(self.loose + loose), raised(self.apart + apart))
 
 
 @dataclass(slots=True)
@@ -58,11 +58,11 @@ class BlockLayers:
 
     problem: DriftProblem
     errors: dict[str, tuple[Box, Box]]
-    off: Off
+    off: RoundingBounds
     """Errors after the last ReLU, or after the linear of the open layer."""
     train: list[Layer] = field(default_factory=list)
     infer: list[Layer] = field(default_factory=list)
-    offs: list[Off] = field(default_factory=list)
+    offs: list[RoundingBounds] = field(default_factory=list)
     open: bool = False
 
     def linear(self, node: Node, x: State, known: dict[str, State]) -> None:
@@ -82,7 +82,7 @@ class BlockLayers:
         change = box.magnitude(box.sub(box.exact(w_i), box.exact(w_t)))
         sizes = [box.lifted(size).T for size in (np.abs(w_t), np.abs(w_i), change)]
         loose, apart = box.lifted(before.loose), box.lifted(before.apart)
-        self.off = Off(
+        self.off = RoundingBounds(
             box.product_up(loose, sizes[0]),
             raised(box.product_up(apart, sizes[1]) + box.product_up(loose, sizes[2])),
         )
@@ -106,7 +106,7 @@ class BlockLayers:
             total = bias + part.lo.reshape(-1)
             # the float64 sum is rounded, in the worst case in opposite directions in both kernels
             lost = np.broadcast_to(2.0**-52 * np.abs(total), self.off.loose.shape)
-            self.off = Off(raised(self.off.loose + lost), raised(self.off.apart + lost))
+            self.off = RoundingBounds(raised(self.off.loose + lost), raised(self.off.apart + lost))
             layers[-1] = weight, total
 
     def store(self, node: Node) -> None:
@@ -121,7 +121,7 @@ class BlockLayers:
             self.train.append(same)
             self.infer.append(same)
         self.offs.append(self.off)
-        self.off, self.open = Off.nothing(rows, size), False
+        self.off, self.open = RoundingBounds.nothing(rows, size), False
 
 
 def _no_network(node: Node) -> Rejected:
@@ -190,7 +190,9 @@ def walk(problem: DriftProblem) -> tuple[BlockLayers, dict[str, tuple[float, flo
         if layers is None or x is None:
             if node.op != "input":
                 raise _no_network(node)
-            layers = BlockLayers(problem, errors, Off.nothing(len(state.t.lo), node.shape[-1]))
+            layers = BlockLayers(
+                problem, errors, RoundingBounds.nothing(len(state.t.lo), node.shape[-1])
+            )
             layers.store(node)
         else:
             _read(layers, node, x, known)

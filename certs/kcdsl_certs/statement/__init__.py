@@ -88,33 +88,40 @@ if TYPE_CHECKING:
         parse_head,
     )
     from kcdsl_certs.statement.transfer import (
-        Carried,
-        Left,
+        ExcludedResult,
         Transfer,
-        carried_over,
+        TransferredResult,
         parse_transfer,
         transfer_bytes,
+        transferred_predicate,
     )
 
 __all__ = [
     "ATTACK", "IMPLIED", "KERNEL_CLASS_TYPE", "LARGEST_ALPHA", "LARGEST_PAYLOAD", "LEAST_ALPHA",
     "LOWER", "MEASURED", "NEEDED", "OPERATORS", "PARTS", "PREDICATE_TYPE", "REGISTER_HEAD_TYPE",
     "ROLES", "STAGES", "STATEMENT_TYPE", "TRANSFER_TYPE", "UPPER", "WIDEST", "AcceptedFinding",
-    "Carried", "CertifiedClause", "ChainTerms", "Checkpoint", "ClassMember", "Comparison",
-    "Contract", "Evaluator", "Evidence", "EvidenceFile", "Expectation", "Input", "Kernel",
-    "KernelClass", "Left", "Manifest", "Predicate", "ProofReference", "Quantity", "Region",
-    "RegisterHead", "RequiredClause", "Scope", "SliceSource", "Statement", "Transfer", "Triple",
-    "Verdict", "admissible", "build_manifest", "carried_over", "certificate_id", "certifies",
-    "check_verdict", "class_bytes", "differences", "files_of", "head_bytes", "holds",
-    "lower_tail", "numerics_digest", "overall", "parse_class", "parse_head", "parse_predicate",
-    "parse_statement", "parse_transfer", "payload_bytes", "relaxed", "states", "states_machine",
-    "transfer_bytes", "uncovered",
+    "CertifiedClause", "ChainTerms", "Checkpoint", "ClassMember", "Comparison", "Contract",
+    "Evaluator", "Evidence", "EvidenceFile", "ExcludedResult", "Expectation", "Input", "Kernel",
+    "KernelClass", "Manifest", "Predicate", "ProofReference", "Quantity", "Region", "RegisterHead",
+    "RequiredClause", "Scope", "SliceSource", "Statement", "Transfer", "TransferredResult",
+    "Triple", "Verdict", "admissible", "build_manifest", "certificate_id", "certifies",
+    "check_verdict", "class_bytes", "differences", "files_of", "head_bytes", "holds", "lower_tail",
+    "numerics_digest", "overall", "parse_class", "parse_head", "parse_predicate", "parse_statement",
+    "parse_transfer", "payload_bytes", "relaxed", "states", "states_machine", "transfer_bytes",
+    "transferred_predicate", "uncovered",
 ]  # fmt: skip
 
 _LATER = {
     "kernel_class": ("ClassMember", "KernelClass", "class_bytes", "parse_class"),
     "register_head": ("RegisterHead", "head_bytes", "parse_head"),
-    "transfer": ("Carried", "Left", "Transfer", "carried_over", "parse_transfer", "transfer_bytes"),
+    "transfer": (
+        "TransferredResult",
+        "ExcludedResult",
+        "Transfer",
+        "transferred_predicate",
+        "parse_transfer",
+        "transfer_bytes",
+    ),
 }
 """The names of each module that is imported on first use."""
 

@@ -40,12 +40,12 @@ from kcdsl_certs.statement.clauses import WIDEST, CertifiedClause, Verdict
 from kcdsl_certs.statement.triple import Triple
 
 REASONS = ("no-region", "weights", "states")
-"""Why a result stays behind: its proof is of one checkpoint alone, weights that it reads have left
-the region of its proof, or the states that enter the block have left that of its inputs."""
+"""Why a result is not transferred: its proof is of one checkpoint alone, weights that it reads have
+left the region of its proof, or the states that enter the block have left that of its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class TransferredResult:
     """A transferred result: `moved` bounds |θ' - θ|/|θ| of the weights that its proof reads.
 
     `tensor` has the element that moved most. An implied result has neither.
@@ -63,7 +63,7 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class ExcludedResult:
     """A result that is not transferred, with the reason; for `weights` with a tensor and
     element."""
 
@@ -92,8 +92,8 @@ class Transfer:
     issued_at: datetime
     valid_until: datetime
     sequence: int
-    carried: tuple[Carried, ...]
-    left: tuple[Left, ...]
+    carried: tuple[TransferredResult, ...]
+    left: tuple[ExcludedResult, ...]
     evaluator: Evaluator
     assumptions: tuple[str, ...] = ()
     non_claims: tuple[str, ...] = ()
@@ -103,8 +103,8 @@ class Transfer:
         return _TRANSFER.write(self)
 
 
-def _carried(**found: Any) -> Carried:
-    item = Carried(**found)
+def _carried(**found: Any) -> TransferredResult:
+    item = TransferredResult(**found)
     stated = [part is not None for part in (item.weights, item.moved, item.tensor)]
     if any(stated) and not all(stated):
         raise Rejected("statement/malformed", f"{item.id} states a part of how far weights moved")
@@ -124,7 +124,7 @@ _CARRIED = Record(
     RecordField("tensor", TEXT, absent=None),
 )
 _LEFT = Record(
-    Left,
+    ExcludedResult,
     *NAMED,
     RecordField("reason", one_of(REASONS)),
     RecordField("detail", TEXT),
@@ -155,13 +155,15 @@ def parse_transfer(value: Any) -> Transfer:
     names = [(item.id, item.slice) for item in transfer.carried]
     names += [(item.id, item.slice) for item in transfer.left]
     if len(set(names)) != len(names):
-        raise Rejected("statement/malformed", "a result goes over or stays behind twice")
+        raise Rejected("statement/malformed", "a result is stated twice")
     if not transfer.carried:
-        raise Rejected("transfer/nothing", "no result goes over")
+        raise Rejected("transfer/nothing", "no result is transferred")
     return transfer
 
 
-def carried_over(base: Predicate, triple: Triple, names: Sequence[Carried]) -> Predicate:
+def transferred_predicate(
+    base: Predicate, triple: Triple, names: Sequence[TransferredResult]
+) -> Predicate:
     """Return the predicate of a certificate restricted to these results, about another triple.
 
     Raises Rejected `transfer/unknown`, `transfer/not-passed`, `transfer/no-region` or
@@ -184,16 +186,16 @@ def carried_over(base: Predicate, triple: Triple, names: Sequence[Carried]) -> P
 
 def _may_go_over(
     clause: CertifiedClause,
-    item: Carried,
+    item: TransferredResult,
     known: dict[tuple[str, str | None], list[CertifiedClause]],
-    wanted: dict[tuple[str, str | None], Carried],
+    wanted: dict[tuple[str, str | None], TransferredResult],
 ) -> None:
     if clause.verdict is not Verdict.PASSED:
         raise Rejected("transfer/not-passed", f"{clause.label} is {clause.verdict}")
     if clause.implied_by is not None:
         sources = {name for name in known if name[0] == clause.implied_by}
         if item.weights is not None or not sources or not sources <= wanted.keys():
-            detail = f"{clause.label} follows from {clause.implied_by}, which does not go over"
+            detail = f"{clause.label} follows from {clause.implied_by}, which is not transferred"
             raise Rejected("transfer/rests-on-others", detail)
         return
     if clause.proof is None or clause.weights is None:

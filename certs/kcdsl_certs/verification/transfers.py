@@ -17,18 +17,18 @@ from kcdsl_certs.signatures import envelope as dsse
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
     TRANSFER_TYPE,
-    Carried,
     CertifiedClause,
     Checkpoint,
     Predicate,
     RequiredClause,
     Transfer,
+    TransferredResult,
     Triple,
     build_manifest,
-    carried_over,
     certificate_id,
     parse_predicate,
     parse_statement,
+    transferred_predicate,
 )
 from kcdsl_certs.verification.coverage import check_clauses
 from kcdsl_certs.verification.proofs import (
@@ -88,12 +88,12 @@ def compare(
     def weights() -> str:
         if earlier is None or found.predicate is None:
             raise Rejected("transfer/no-base", "there is no earlier certificate to go by")
-        found.carried = carried_over(found.predicate, transfer.triple, transfer.carried)
+        found.carried = transferred_predicate(found.predicate, transfer.triple, transfer.carried)
         return compare_weights(found.predicate, found.carried, transfer.carried, earlier)
 
     def clauses() -> str:
         if found.carried is None:
-            raise Rejected("transfer/no-base", "there is nothing that goes over")
+            raise Rejected("transfer/no-base", "there is nothing to transfer")
         verdict = found.carried.verdict
         detail, found.outside = check_clauses(found.carried, verdict, required, partial=partial)
         return detail
@@ -184,7 +184,7 @@ def _read(path: Path) -> bytes:
 
 
 def compare_weights(
-    base: Predicate, carried: Predicate, stated: tuple[Carried, ...], earlier: Earlier
+    base: Predicate, carried: Predicate, stated: tuple[TransferredResult, ...], earlier: Earlier
 ) -> str:
     """Compare the weights that the proofs read in both checkpoints, independently of the
     statement."""

@@ -278,7 +278,7 @@ _TIMED = frozenset({"timing", "memory"})
 """Data that repeated runs do not reproduce exactly; all else replays to the same signature."""
 
 
-def doubtful(name: str) -> str | None:
+def likely_field(name: str) -> str | None:
     """Return the well-known field that `name` is probably a misspelling of, or None."""
     return None if name in TRACE_FIELDS else nearest(name, TRACE_FIELDS)
 

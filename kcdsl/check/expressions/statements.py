@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 from kcdsl.check.expressions.bounds import check_threshold, tables_stand_alone
-from kcdsl.check.expressions.fields import TRACE_FIELDS, doubtful
+from kcdsl.check.expressions.fields import TRACE_FIELDS, likely_field
 from kcdsl.check.expressions.measurements import align, check_signs
 from kcdsl.check.expressions.names import (
     BLOCK,
@@ -386,7 +386,7 @@ def trace_fields(
                 help="list it once",
             )
         seen.setdefault(name, place)
-        close = doubtful(name)
+        close = likely_field(name)
         if close is not None:
             reporter.warning(
                 codes.DOUBTFUL_NAME,

@@ -20,7 +20,7 @@ from kcdsl.cli.common.options import (
     seconds,
     whole,
 )
-from kcdsl.cli.common.output import deliver, difference, progress_bars
+from kcdsl.cli.common.output import difference, progress_bars, write_text
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import DATA_ABSENT, NO_BACKEND, UNKNOWN_CLAUSE, USAGE
 from kcdsl.diagnostics.render import DOCUMENTS, FORMATS, Checked, LintRun, render
@@ -108,7 +108,7 @@ class CompileCommand(Command):
             if self.emit or self.follows or self.consistency or self.purpose:
                 raise no_program(path, sink)
             self._print(sink, path, accepted, Exit.HELD)
-            deliver(_library(analysis.library), self.output)
+            write_text(_library(analysis.library), self.output)
             return Exit.HELD
         if program is None:
             self._print(sink, path, accepted, Exit.COULD_NOT_RUN)
@@ -139,15 +139,15 @@ class CompileCommand(Command):
             written = document(program) if withheld is None else training_document(full)
             text = written.decode("utf-8") + "\n"
             seen = self.output is None and sys.stdout.isatty()
-            deliver(json_for_terminals(text) if seen else text, self.output)
+            write_text(json_for_terminals(text) if seen else text, self.output)
         elif self.block is not None and self.output is not None:
             write_bytes(Path(self.output), _block_model(path, self.block, self.tokens))
         elif self.emit is Emitted.SMTLIB or self.follows:
-            deliver(_question(program, self.follows), self.output)
+            write_text(_question(program, self.follows), self.output)
         else:
             terminal = self.output is None and sys.stdout.isatty()
             weights = _weights(program.model, path.parent)
-            deliver(_table(program, weights, routes, terminal), self.output)
+            write_text(_table(program, weights, routes, terminal), self.output)
         if withheld is not None:
             print(one_line(f"left out for training: {withheld}"), file=sys.stderr)
         return code
@@ -349,7 +349,7 @@ class DiffCommand(Command):
         files = [Path(name) for name in (self.old, self.new)]
         whole = all(path.is_file() for path in files) and are_certificates(*files)
         relation, text = self._certificates(*files) if whole else self._contracts()
-        deliver(text, self.output)
+        write_text(text, self.output)
         if relation.is_finding:
             return Exit.VIOLATED
         return Exit.INCONCLUSIVE if relation is Relation.UNDECIDED else Exit.HELD

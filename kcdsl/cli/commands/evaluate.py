@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from kcdsl.api.contract import Contract, read_contract
 from kcdsl.cli.common import switch, value, values
 from kcdsl.cli.common.execution import (
-    Certifies,
+    CertificateOptions,
+    CodeOptions,
     Device,
     Engine,
     Looks,
-    RunsCode,
     device_option,
     engine_option,
     jobs_option,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateCommand(Looks, RunsCode, Certifies):
+class EvaluateCommand(Looks, CodeOptions, CertificateOptions):
     """Run both kernels on the slices and decide the measured clauses."""
 
     contract: str | None = contract_argument()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.backends import choose_device, measuring_backend, replaying_backend
 from kcdsl.api.contract import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import Command, argument, choice, value, values
-from kcdsl.cli.common.execution import Device, RunsCode, device_option
+from kcdsl.cli.common.execution import CodeOptions, Device, device_option
 from kcdsl.cli.common.options import (
     KERNELS,
     OutputFormat,
@@ -28,10 +28,10 @@ from kcdsl.cli.common.options import (
 from kcdsl.cli.common.output import (
     REPORT_FORMATS,
     clause_places,
-    deliver,
     print_json,
     report_in,
     say,
+    write_text,
 )
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.codes import FILE_MISSING
@@ -100,7 +100,7 @@ class ReportCommand(Command):
             if attribution is not None:
                 why = f"it or {self.attribution}: {why}"
             raise unusable(file, why) from None
-        deliver(text, self.output)
+        write_text(text, self.output)
         if self.output is not None:
             say(f"wrote {self.output}")
         return Exit(document["exit"])
@@ -166,7 +166,7 @@ class CompareCommand(Command):
         if self.html is not None:
             from kcdsl.verdict.html.comparison import comparison_page
 
-            deliver(comparison_page(found), self.html)
+            write_text(comparison_page(found), self.html)
             say(f"wrote {self.html}")
         if self.format is OutputFormat.JSON:
             print_json(found.to_json())
@@ -349,7 +349,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayCommand(RunsCode):
+class ReplayCommand(CodeOptions):
     """Run a counterexample again, or decide every clause again from a trace."""
 
     file: str = argument(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.backends import attributor, choose_device, measuring_backend, planner
 from kcdsl.api.contract import read_contract, refuse_foreign_code, results_folder
 from kcdsl.cli.common import argument, choice, switch, value, values
-from kcdsl.cli.common.execution import Device, Looks, RunsCode, device_option
+from kcdsl.cli.common.execution import CodeOptions, Device, Looks, device_option
 from kcdsl.cli.common.options import (
     KERNELS,
     OutputFormat,
@@ -31,7 +31,7 @@ from kcdsl.cli.common.options import (
     thread_count,
 )
 from kcdsl.cli.common.options import requirement as read_requirement
-from kcdsl.cli.common.output import deliver, progress_bars, say
+from kcdsl.cli.common.output import progress_bars, say, write_text
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, UNKNOWN_SLICE, USAGE
 from kcdsl.diagnostics.render.terminal import json_text
@@ -106,7 +106,7 @@ class DriftStatistic(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttributeCommand(RunsCode):
+class AttributeCommand(CodeOptions):
     """Split the drift among its sources and blocks."""
 
     contract: str | None = contract_argument()
@@ -235,7 +235,7 @@ class AggregateCommand(Looks):
             )
         text = json_text({**document, **window}, allow_nan=False)
         if self.output is not None:
-            deliver(text, self.output)
+            write_text(text, self.output)
         if self.format is OutputFormat.JSON:
             sys.stdout.write(text)
         else:
@@ -306,7 +306,7 @@ class ExperimentKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentCommand(RunsCode):
+class ExperimentCommand(CodeOptions):
     """Sweep kernels, batches, lengths and streams under one contract."""
 
     kind: ExperimentKind = choice(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.contract import read_contract
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
 from kcdsl.cli.common.execution import (
-    Certifies,
+    CertificateOptions,
+    CodeOptions,
     Device,
     Engine,
-    RunsCode,
     device_option,
     engine_option,
     jobs_option,
@@ -47,7 +47,7 @@ class Switch(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyCommand(RunsCode, Certifies):
+class VerifyCommand(CodeOptions, CertificateOptions):
     """Decide clauses for all inputs of a region, and write certificates."""
 
     contract: str | None = contract_argument()

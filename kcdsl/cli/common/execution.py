@@ -49,7 +49,7 @@ def engine_option(what: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunsCode(Command):
+class CodeOptions(Command):
     """A command that runs Python code of its contract, where the user allows that."""
 
     epilog: ClassVar[str | None] = (
@@ -82,7 +82,7 @@ class Looks(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signs(Command):
+class SigningOptions(Command):
     """Who signs what the command writes."""
 
     sign: tuple[str, ...] = values(
@@ -93,7 +93,7 @@ class Signs(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certifies(Signs):
+class CertificateOptions(SigningOptions):
     """What a certificate says beside its results."""
 
     stage: Stage = choice(Stage, "stage of use of the certificate", Stage.OFFLINE_CI)

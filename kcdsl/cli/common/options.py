@@ -221,7 +221,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trusts(Command):
+class TrustOptions(Command):
     """Whom a check trusts."""
 
     policy: str | None = value(

@@ -36,7 +36,7 @@ def print_json(document: Any, **how: Any) -> None:
     sys.stdout.write(json_text(document, **how))
 
 
-def deliver(text: str, file: str | Path | None) -> None:
+def write_text(text: str, file: str | Path | None) -> None:
     """Write a text to a file, or to standard output without one."""
     if file is None:
         sys.stdout.write(text)

@@ -16,12 +16,12 @@ from typing import Any
 from kcdsl.ir.predicates import Division
 from kcdsl.logic.algebra import axiom, scaled
 from kcdsl.logic.axioms import (
+    Axiom,
     ContractFacts,
-    Law,
     LowerBound,
     UnionBounds,
     UpperBound,
-    laws,
+    axioms_of,
     undivided,
 )
 from kcdsl.logic.relations import NORMS, Interval
@@ -60,14 +60,14 @@ def assumptions(
         )
         compared = [theory.bounds.get(quantity, set()) for quantity in group]
         symbols = [theory.constants[quantity] for quantity in group]
-        for law in laws(group, [quantity.term for quantity in group], compared, setting):
+        for law in axioms_of(group, [quantity.term for quantity in group], compared, setting):
             yield axiom(law, symbols, WRITTEN), _reason(law, group)
     yield from _extremes(theory)
     yield from _at_inputs(theory)
     yield from _flags(theory)
 
 
-def _reason(law: Law, group: list[MeasuredTerm]) -> str:
+def _reason(law: Axiom, group: list[MeasuredTerm]) -> str:
     match law:
         case LowerBound():
             return "least value there is"

@@ -26,7 +26,7 @@ from kcdsl.ir.formulas import walk
 from kcdsl.ir.terms import Clause, Quantified
 from kcdsl.lsp.text.cursor import mend
 from kcdsl.lsp.text.nodes import Occurrence, occurrences
-from kcdsl.lsp.text.positions import NOWHERE, Carry, Lines, carry
+from kcdsl.lsp.text.positions import NOWHERE, Lines, OffsetMap, offset_map
 from kcdsl.lsp.text.reports import Verdict, verdicts
 from kcdsl.route.catalogue import BackendSpec, catalogue
 from kcdsl.route.router import Route, route
@@ -109,7 +109,7 @@ class Snapshot:
         return self.document.source
 
     @cached_property
-    def settled(self) -> tuple[Snapshot, Carry]:
+    def settled(self) -> tuple[Snapshot, OffsetMap]:
         """Return a snapshot that is YAML, with a map of offsets from this one to it.
 
         That is this one, or else one with invalid parts blanked, or else the last one that was
@@ -121,7 +121,7 @@ class Snapshot:
         if mended is not None:
             return self._of(mended), NOWHERE
         if self.good is not None:
-            return self.good, carry(self.source.text, self.good.source.text)
+            return self.good, offset_map(self.source.text, self.good.source.text)
         return self, NOWHERE
 
     def near(self, span: Span, reduce: bool = False) -> Snapshot:

@@ -110,7 +110,7 @@ def apply_changes(
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
+class OffsetMap:
     """Maps offsets of one text to those of another that differs from it in one range."""
 
     start: int
@@ -132,21 +132,21 @@ class Carry:
         return Span(first, max(first, self.there if end is None else end))
 
     @property
-    def back(self) -> Carry:
+    def back(self) -> OffsetMap:
         """Return the inverse map."""
-        return Carry(self.start, self.there, self.here)
+        return OffsetMap(self.start, self.there, self.here)
 
 
-NOWHERE = Carry(0, 0, 0)
+NOWHERE = OffsetMap(0, 0, 0)
 """The identity map."""
 
 
-def carry(here: str, there: str) -> Carry:
+def offset_map(here: str, there: str) -> OffsetMap:
     """Return the map from offsets of `here` to offsets of `there`."""
     shortest = min(len(here), len(there))
     start = _common(here, there, shortest)
     tail = _common(here[start:][::-1], there[start:][::-1], shortest - start)
-    return Carry(start, len(here) - tail, len(there) - tail)
+    return OffsetMap(start, len(here) - tail, len(there) - tail)
 
 
 def _common(one: str, other: str, most: int) -> int:
@@ -192,7 +192,7 @@ class Ranges:
     version: int | None
     lines: Lines
     encoding: Encoding
-    way: Carry = NOWHERE
+    way: OffsetMap = NOWHERE
 
     def offset(self, position: lsp.Position) -> int:
         """Return the offset of a position."""

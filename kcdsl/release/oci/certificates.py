@@ -21,7 +21,7 @@ from kcdsl.release.oci.repository import (
     Descriptor,
     Repository,
 )
-from kcdsl.release.oci.transport import CHUNK, reply
+from kcdsl.release.oci.transport import CHUNK, bad_reply
 from kcdsl.source.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import plain_name, strict_load, time_text
@@ -165,7 +165,7 @@ def _pulled(
     layers = [Descriptor.of(each, where) for each in (listed if isinstance(listed, list) else [])]
     bundles = [layer for layer in layers if layer.media_type == BUNDLE_TYPE]
     if len(bundles) != 1:
-        raise reply(where, f"{len(bundles)} bundles in one artefact")
+        raise bad_reply(where, f"{len(bundles)} bundles in one artefact")
     own = folder / digest.removeprefix("sha256:")
     own.mkdir()
     path = own / f"{own.name}.json"  # no other file has this name: the digest covers all names
@@ -214,7 +214,7 @@ def _named(body: Predicate | Transfer, folder: Path) -> list[str]:
     except OSError as error:
         raise Rejected("transfer/base-missing", f"{body.path}: {error.strerror}") from None
     if certificate_id(payload) != body.base:
-        raise Rejected("transfer/another-base", f"{body.path} is not the one that is carried over")
+        raise Rejected("transfer/another-base", f"{body.path} is not the one that is transferred")
     base = _body(payload)
     return [body.path, *(_named(base, folder) if isinstance(base, Predicate) else [])]
 

@@ -22,7 +22,7 @@ from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.release import OCI
 from kcdsl.release.companions import Image
-from kcdsl.release.oci.transport import CHUNK, RegistryClient, parse_document, reply
+from kcdsl.release.oci.transport import CHUNK, RegistryClient, bad_reply, parse_document
 from kcdsl.source.files import open_regular
 from kcdsl_certs.encoding.strict import canonical_json
 
@@ -72,7 +72,7 @@ class Descriptor:
             or not (isinstance(digest, str) and _DIGEST.fullmatch(digest))
             or not (isinstance(size, int) and not isinstance(size, bool) and size >= 0)
         ):
-            raise reply(where, "a descriptor has no mediaType, sha256 digest and size")
+            raise bad_reply(where, "a descriptor has no mediaType, sha256 digest and size")
         return cls(str(kinds[0]), digest, size, str(title), str(kinds[2]))
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Repository:
             data = answer.data()
             kind = answer.headers.get("Content-Type", "").partition(";")[0].strip()
         if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
-            raise reply(where, "the registry sent another document than the digest names")
+            raise bad_reply(where, "the registry sent another document than the digest names")
         document = parse_document(data, where)
         named = document.get("mediaType", kind)
         return document, Descriptor(str(named), digest, len(data))
@@ -136,7 +136,7 @@ class Repository:
         """Write a blob to a new file; raises Refusal if it does not match its descriptor."""
         where = f"{self.root}/blobs/{descriptor.digest}"
         if descriptor.size > limit:
-            raise reply(where, f"{descriptor.size} bytes, more than {limit}")
+            raise bad_reply(where, f"{descriptor.size} bytes, more than {limit}")
         found, size = hashlib.sha256(), 0
         with (
             self.client.send("GET", where, follow=True, size=descriptor.size) as answer,
@@ -150,7 +150,7 @@ class Repository:
                 found.update(chunk)
                 file.write(chunk)
         if size != descriptor.size or f"sha256:{found.hexdigest()}" != descriptor.digest:
-            raise reply(where, "the registry sent other bytes than the digest names")
+            raise bad_reply(where, "the registry sent other bytes than the digest names")
 
     def referrers(self) -> list[Descriptor]:
         """Return the certificates that are attached to the image, in the registry's order."""
@@ -163,7 +163,7 @@ class Repository:
         ]  # other clients may attach other artefacts
         own = dict.fromkeys(Descriptor.of(each, self.root) for each in ours)
         if len(known) > _MOST_LISTED or len(own) > _MOST_CERTIFICATES:
-            raise reply(self.root, f"{len(own)} certificates among {len(known)} referrers")
+            raise bad_reply(self.root, f"{len(own)} certificates among {len(known)} referrers")
         return list(own)
 
     def _listed(self) -> list[Any] | None:
@@ -180,7 +180,7 @@ class Repository:
             if following is None or len(found) > _MOST_LISTED:
                 return found
             where = self.client.own(where, following)
-        raise reply(where, f"more than {_MOST_PAGES} pages of referrers")
+        raise bad_reply(where, f"more than {_MOST_PAGES} pages of referrers")
 
     def _tagged(self) -> dict[str, Any]:
         """Return the list under the fallback tag."""
@@ -242,7 +242,7 @@ class Repository:
             data = json.dumps(index).encode()  # preserves entries of other clients
             self._put(where, data, {"Content-Type": INDEX_TYPE})
             sleep(SETTLED * random.uniform(1, 2))  # randomised to avoid collisions
-        raise reply(self.root, f"the list of referrers was replaced by others {_TRIES} times")
+        raise bad_reply(self.root, f"the list of referrers was replaced by others {_TRIES} times")
 
     def _put(
         self, where: str, data: bytes | IO[bytes], headers: Mapping[str, str], size: int = 0
@@ -256,7 +256,7 @@ def _index(document: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a list of referrers; raises Refusal for anything else."""
     kind = document.get("mediaType", INDEX_TYPE)
     if kind != INDEX_TYPE or not isinstance(document.get("manifests"), list):
-        raise reply(where, "it is no list of referrers")
+        raise bad_reply(where, "it is no list of referrers")
     return document
 
 

@@ -67,7 +67,7 @@ class RegistryAnswer:
             found = self._body.read(size)
         except (OSError, HTTPException, ValueError) as error:
             self._watch.refuse_late(self.where)
-            raise reply(self.where, "it ended in the middle of an answer") from error
+            raise bad_reply(self.where, "it ended in the middle of an answer") from error
         self._watch.refuse_late(self.where)
         return found
 
@@ -77,7 +77,7 @@ class RegistryAnswer:
         while len(found) <= LARGEST_DOCUMENT and (chunk := self.read(CHUNK)):
             found += chunk
         if len(found) > LARGEST_DOCUMENT:
-            raise reply(self.where, f"it sent more than {LARGEST_DOCUMENT} bytes")
+            raise bad_reply(self.where, f"it sent more than {LARGEST_DOCUMENT} bytes")
         return bytes(found)
 
     def document(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class RegistryAnswer:
                 f"{self.where} is not there",
                 help="check the name and the digest of the manifest",
             )
-        raise reply(self.where, f"status {self.status}, not {wanted}")
+        raise bad_reply(self.where, f"status {self.status}, not {wanted}")
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class RegistryClient:
         is an address of the registry."""
         found = _address(base, where)
         if _origin(found) != _origin(self.origin):
-            raise reply(self.origin, f"it sends its client to {found[:80]!a}")
+            raise bad_reply(self.origin, f"it sends its client to {found[:80]!a}")
         return urldefrag(found).url
 
     @contextmanager
@@ -153,7 +153,7 @@ class RegistryClient:
                 place = _address(place, answer.headers.get("Location", ""))
                 open_now.close()
                 if urlsplit(place).scheme not in self._schemes:
-                    raise reply(where, f"it redirects to {place[:80]!a}")
+                    raise bad_reply(where, f"it redirects to {place[:80]!a}")
                 token = self._token if _origin(place) == _origin(self.origin) else None
                 answer = open_now.enter_context(ask(place, token=token))
             yield answer
@@ -218,7 +218,7 @@ class RegistryClient:
             document = answer.document()
         found = document.get("token") or document.get("access_token")
         if not isinstance(found, str) or not re.fullmatch(r"[!-~]+", found):
-            raise reply(realm, "it sent no token")
+            raise bad_reply(realm, "it sent no token")
         return f"Bearer {found}"
 
 
@@ -266,7 +266,7 @@ class Watch:
     def refuse_late(self, where: str) -> None:
         """Raise Refusal after the deadline: the answer is truncated."""
         if self.is_over:
-            raise reply(where, f"no whole answer in {self.seconds:.0f} s")
+            raise bad_reply(where, f"no whole answer in {self.seconds:.0f} s")
 
 
 class _Held(HTTPConnection):
@@ -325,7 +325,7 @@ def _address(base: str, given: str) -> str:
     except ValueError:
         port = -1
     if port is not None and not port > 0:
-        raise reply(base, f"it names {given[:80]!a}, which is no address")
+        raise bad_reply(base, f"it names {given[:80]!a}, which is no address")
     return found
 
 
@@ -344,7 +344,7 @@ def parse_document(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise reply(where, "it sent no JSON object")
+        raise bad_reply(where, "it sent no JSON object")
     return found
 
 
@@ -363,7 +363,7 @@ def _denied(host: str) -> Refusal:
     )
 
 
-def reply(where: str, message: str) -> Refusal:
+def bad_reply(where: str, message: str) -> Refusal:
     """Return the refusal of an answer that cannot be used."""
     return refuse(
         SERVER_REPLY,

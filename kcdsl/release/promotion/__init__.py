@@ -6,8 +6,8 @@ the state in a register.
 
 from kcdsl.release.promotion.candidate import (
     CandidateState,
-    NotHere,
     StagedCandidate,
+    UnusableEvidence,
     enter,
     gathered,
 )
@@ -32,10 +32,10 @@ from kcdsl.release.promotion.stages import (
     FULL,
     OFFLINE,
     SHADOW,
-    Demand,
+    DemandedObligation,
     LookRules,
     Reaction,
-    demands_of,
+    demanded_obligations,
     reaction,
 )
 
@@ -50,12 +50,11 @@ __all__ = [
     "SHOWN",
     "VIOLATED",
     "CandidateState",
-    "Demand",
+    "DemandedObligation",
     "DocumentKind",
     "EvidenceDocument",
     "LookRow",
     "LookRules",
-    "NotHere",
     "ObligationResult",
     "Period",
     "PromotionLimits",
@@ -63,8 +62,9 @@ __all__ = [
     "PromotionStep",
     "Reaction",
     "StagedCandidate",
+    "UnusableEvidence",
     "begun",
-    "demands_of",
+    "demanded_obligations",
     "enter",
     "gathered",
     "reaction",

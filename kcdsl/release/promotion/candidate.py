@@ -152,7 +152,7 @@ _CANDIDATE: Record[StagedCandidate] = Record(
 
 
 @dataclass(frozen=True, slots=True)
-class NotHere:
+class UnusableEvidence:
     """The candidate cannot use the evidence: it is in another stage or stopped.
 
     `refutable` is the candidate to judge by this evidence if its triple is live: it may be rolled
@@ -171,7 +171,7 @@ def enter(
     stage: str,
     now: datetime,
     withdrawn: Mapping[str, str] = MappingProxyType({}),
-) -> StagedCandidate | NotHere:
+) -> StagedCandidate | UnusableEvidence:
     """Return the candidate before new evidence of a stage is applied.
 
     `previous` is the last state of this triple in the slot, `live` the triple that is live there,
@@ -180,11 +180,12 @@ def enter(
     was blocked, frozen or rolled back, if its incumbent was replaced meanwhile, or if its evidence
     was withdrawn. No stage is skipped.
 
-    A stopped candidate that is live still serves: NotHere then has the candidate to roll back.
+    A stopped candidate that is live still serves: UnusableEvidence then has the candidate to roll
+    back.
     """
     if previous is None:
         if stage != OFFLINE:
-            return NotHere(
+            return UnusableEvidence(
                 f"the triple {triple[:12]} is not in the stage {stage}: it has passed none",
                 f"every triple begins at {OFFLINE}; other weights, kernels or a changed contract "
                 "are another triple",
@@ -210,9 +211,9 @@ def enter(
     refutable = _served(previous, stage) if live == triple else None
     if stopped is not None:
         why = f"the triple {triple[:12]} {stopped}"
-        return NotHere(why, f"it begins anew at {OFFLINE}", refutable)
+        return UnusableEvidence(why, f"it begins anew at {OFFLINE}", refutable)
     if stage != previous.stage:
-        return NotHere(
+        return UnusableEvidence(
             f"the triple {triple[:12]} is in the stage {previous.stage}, not in {stage}",
             f"give evidence of {previous.stage}; no stage is left out or repeated",
             refutable,

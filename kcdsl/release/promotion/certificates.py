@@ -10,7 +10,7 @@ from kcdsl.release.promotion.evidence import (
     ObligationResult,
     printable,
 )
-from kcdsl.release.promotion.stages import Demand
+from kcdsl.release.promotion.stages import DemandedObligation
 from kcdsl.verdict.studies.convergence import refutes
 from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.statement import CertifiedClause, Evidence, Expectation, Verdict
@@ -27,7 +27,7 @@ def states_failure(report: Report) -> bool:
 
 
 def document_of(
-    name: str, report: Report, demands: Sequence[Demand], expected: Expectation
+    name: str, report: Report, demands: Sequence[DemandedObligation], expected: Expectation
 ) -> EvidenceDocument:
     """Return the evidence of a certificate that is valid or states a failure."""
     predicate, identity = report.predicate, report.certificate
@@ -55,7 +55,7 @@ def document_of(
 
 
 def _result(
-    demand: Demand, own: Sequence[CertifiedClause], accepted: bool, violated: bool
+    demand: DemandedObligation, own: Sequence[CertifiedClause], accepted: bool, violated: bool
 ) -> ObligationResult:
     """Return the result of an obligation from the results of its clause on its slice, with the
     weakest of their kinds of evidence."""

@@ -22,7 +22,7 @@ from kcdsl.release.promotion.evidence import (
     Period,
     printable,
 )
-from kcdsl.release.promotion.stages import Demand
+from kcdsl.release.promotion.stages import DemandedObligation
 from kcdsl.source.files import open_regular
 from kcdsl.verdict.model import WORST_FIRST
 from kcdsl.verdict.report import LARGEST, REPORT_SCHEMA, read_report
@@ -67,7 +67,7 @@ def schema_of(path: Path) -> str | None:
 
 def read_evidence(
     path: Path,
-    demands: Sequence[Demand],
+    demands: Sequence[DemandedObligation],
     expected: Triple,
     inputs: Mapping[str, str],
     stage: str,
@@ -262,7 +262,7 @@ def _window(
     path: Path,
     document: Mapping[str, Any],
     identity: str,
-    demands: Sequence[Demand],
+    demands: Sequence[DemandedObligation],
     expected: Triple,
     stage: str,
     parts: Iterable[str],
@@ -311,7 +311,9 @@ def _time(text: Any) -> datetime:
 
 
 def _refuse_partial(
-    results: Mapping[str, ObligationResult], demands: Sequence[Demand], deferred: Mapping[str, str]
+    results: Mapping[str, ObligationResult],
+    demands: Sequence[DemandedObligation],
+    deferred: Mapping[str, str],
 ) -> None:
     """Refuse a window without a clause or a slice of a decided clause: the omitted part may be the
     one that fails."""

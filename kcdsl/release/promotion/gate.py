@@ -17,9 +17,9 @@ from kcdsl.exits import Exit
 from kcdsl.release.promotion.candidate import CandidateState, StagedCandidate
 from kcdsl.release.promotion.recorded import (
     candidate_in,
-    distrust_of,
-    rests_on,
     standing_of,
+    untrusted_inputs,
+    untrusted_records,
     why_withdrawn,
 )
 from kcdsl.release.promotion.stages import FULL, OFFLINE
@@ -141,7 +141,7 @@ def _judged(
 ) -> tuple[GateAnswer, tuple[str, ...]]:
     looked_at = frozenset(one for each in history for one in each.evidence)
     withdrawn, ended = standing_of(candidate, register, now)
-    _, distrusted = rests_on(distrust_of(register, candidate.triple).why, history)
+    _, distrusted = untrusted_inputs(untrusted_records(register, candidate.triple).why, history)
     failures = _undecided_failures(register, candidate, looked_at, now)
     found = judge(candidate, live, stage, withdrawn, ended, distrusted, failures)
     gone = _ended_results(register, candidate, ended)

@@ -24,7 +24,7 @@ from fractions import Fraction
 
 from kcdsl.release.promotion.candidate import ShownObligation, StagedCandidate
 from kcdsl.release.promotion.evidence import DocumentKind, EvidenceDocument, ObligationResult
-from kcdsl.release.promotion.stages import FULL, OFFLINE, Demand, LookRules
+from kcdsl.release.promotion.stages import FULL, OFFLINE, DemandedObligation, LookRules
 from kcdsl.verdict.records import Record
 from kcdsl_certs.encoding.strict import time_text
 from kcdsl_certs.statement import Evidence
@@ -60,7 +60,7 @@ class Look:
     """Collects the results of documents about a candidate."""
 
     candidate: StagedCandidate
-    demands: Mapping[str, Demand]
+    demands: Mapping[str, DemandedObligation]
     rules: LookRules
     error: Fraction
     counts: dict[str, tuple[int, int]]
@@ -96,7 +96,11 @@ class Look:
         self.documents += counting
 
     def _rate(
-        self, document: EvidenceDocument, demand: Demand, result: ObligationResult, number: int
+        self,
+        document: EvidenceDocument,
+        demand: DemandedObligation,
+        result: ObligationResult,
+        number: int,
     ) -> bool:
         """Add a rate of traffic; return whether it has counts."""
         name, allowed = demand.obligation, demand.allowed
@@ -133,7 +137,9 @@ class Look:
             self.violated[name] = f"over the whole window, {_beyond(k, n, allowed)}"
         return True
 
-    def _single(self, document: EvidenceDocument, demand: Demand, result: ObligationResult) -> None:
+    def _single(
+        self, document: EvidenceDocument, demand: DemandedObligation, result: ObligationResult
+    ) -> None:
         """Add a result that is not decided by counts of a window."""
         name = demand.obligation
         signed = document.kind is DocumentKind.CERTIFICATE
@@ -174,7 +180,7 @@ def order_of(document: EvidenceDocument) -> tuple[int, str, str]:
 def why_unusable(
     document: EvidenceDocument,
     candidate: StagedCandidate,
-    demands: Mapping[str, Demand],
+    demands: Mapping[str, DemandedObligation],
     seen: Set[str],
     now: datetime,
 ) -> str | None:
@@ -200,7 +206,9 @@ def why_unusable(
     return None
 
 
-def row_of(demand: Demand, candidate: StagedCandidate, look: Look, error: Fraction) -> LookRow:
+def row_of(
+    demand: DemandedObligation, candidate: StagedCandidate, look: Look, error: Fraction
+) -> LookRow:
     """Return the row of an obligation after a look."""
     name, stage = demand.obligation, candidate.stage
     k, n = look.traffic.get(name) or look.counts.get(name) or (None, None)

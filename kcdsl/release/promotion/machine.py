@@ -28,7 +28,7 @@ from kcdsl.release.promotion.look import (
 from kcdsl.release.promotion.stages import (
     FULL,
     OFFLINE,
-    Demand,
+    DemandedObligation,
     LookRules,
     Reaction,
     following,
@@ -78,7 +78,7 @@ class PromotionStep:
 
 def step(
     candidate: StagedCandidate,
-    demands: Sequence[Demand],
+    demands: Sequence[DemandedObligation],
     documents: Iterable[EvidenceDocument],
     limits: PromotionLimits,
     rules: LookRules,
@@ -180,7 +180,7 @@ def _sampled_in_window(
 
 def _lacking(
     candidate: StagedCandidate,
-    demands: Sequence[Demand],
+    demands: Sequence[DemandedObligation],
     limits: PromotionLimits,
     ended: Set[str],
 ) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def _lacking(
 
 
 def _rolled_back_or_held(
-    candidate: StagedCandidate, demands: Mapping[str, Demand], look: Look
+    candidate: StagedCandidate, demands: Mapping[str, DemandedObligation], look: Look
 ) -> tuple[PromotionOutcome, StagedCandidate]:
     if Reaction.ROLL_BACK in _reactions(candidate, demands, look):
         back = replace(candidate, state=CandidateState.ROLLED_BACK)
@@ -210,14 +210,14 @@ def _rolled_back_or_held(
 
 
 def _reactions(
-    candidate: StagedCandidate, demands: Mapping[str, Demand], look: Look
+    candidate: StagedCandidate, demands: Mapping[str, DemandedObligation], look: Look
 ) -> tuple[Reaction, ...]:
     return tuple(demands[name].reaction(candidate.stage, look.live) for name in look.violated)
 
 
 def _conclude(
     candidate: StagedCandidate,
-    demands: Mapping[str, Demand],
+    demands: Mapping[str, DemandedObligation],
     look: Look,
     rows: Sequence[LookRow],
     lacking: Sequence[str],

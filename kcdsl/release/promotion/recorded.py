@@ -44,7 +44,7 @@ def _after(last: Promotion) -> StagedCandidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Distrust:
+class UntrustedRecords:
     """The untrusted runs and documents of a triple in a register.
 
     A report is not signed and names neither its run nor its stage, so it can be forged. If a run of
@@ -64,9 +64,9 @@ class Distrust:
         return f"no certificate names it, and it may be of another run: {self.marked}"
 
 
-def distrust_of(
+def untrusted_records(
     register: Register, triple: str, given: Mapping[str, Run | None] = MappingProxyType({})
-) -> Distrust:
+) -> UntrustedRecords:
     """Return the distrust about a triple: the marked runs, and documents with the report or trace
     of a marked run. `given` has the runs of certificates that may not be recorded yet, by
     identifier."""
@@ -75,7 +75,7 @@ def distrust_of(
         for run in register.runs(triple=triple, trusted=False)
     }
     if not told:
-        return Distrust()
+        return UntrustedRecords()
     why = {run.report: text for run, text in told.items()}
     traces = {run.trace: text for run, text in told.items() if run.trace is not None}
     recorded = (one.identity for one in register.certificates(triple=triple))
@@ -92,7 +92,7 @@ def distrust_of(
             why[identity] = why[run.report] = text
         elif register.status_of(identity).standing.name != "REVOKED":
             named.add(run.report)
-    found = Distrust(why, next(iter(told.values())), frozenset(named))
+    found = UntrustedRecords(why, next(iter(told.values())), frozenset(named))
     for run in register.runs(triple=triple, trusted=True):
         text = found.of_report(run.report)
         if text is not None:
@@ -110,7 +110,7 @@ def distrusted_reports(
     """
     found: dict[str, str] = {}
     for digest in dict.fromkeys(run.triple for run in register.runs(trusted=False)):
-        known, triple = distrust_of(register, digest), register.triple(digest)
+        known, triple = untrusted_records(register, digest), register.triple(digest)
         for name, (identity, document) in reports.items():
             why = known.why.get(identity)
             if why is None and triple is not None and is_about(document, triple):
@@ -120,7 +120,7 @@ def distrusted_reports(
     return found
 
 
-def rests_on(
+def untrusted_inputs(
     why: Mapping[str, str], history: Sequence[Promotion]
 ) -> tuple[frozenset[str], dict[str, str]]:
     """Return the untrusted documents that the current window of a candidate counts, and the reasons

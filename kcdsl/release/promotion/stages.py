@@ -94,7 +94,7 @@ class LookRules(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class DemandedObligation:
     """One obligation of the contract, with its properties for promotion.
 
     `allowed` is the share of units that may be beyond: 0 if all units must pass, None if the
@@ -134,11 +134,11 @@ class Demand:
         return reaction(stage, self.level, self.action, live)
 
 
-def demands_of(program: Program, rules: LookRules) -> tuple[Demand, ...]:
+def demanded_obligations(program: Program, rules: LookRules) -> tuple[DemandedObligation, ...]:
     """Return every obligation of a contract, in its order, with tables expanded."""
     expanded = expand_tables(program)
     return tuple(
-        Demand(
+        DemandedObligation(
             obligation=one.id,
             clause=clause.id,
             slice=name,

@@ -232,7 +232,7 @@ class RegisterDatabase:
         except UnicodeDecodeError as error:  # error messages of SQLite quote damaged data
             raise refuse(
                 REGISTER_DAMAGED,
-                f"the register {self.location.shown} cannot be used: its tables are no text",
+                f"the register {self.location.shown} cannot be used: it has bytes that are no text",
                 help="restore it from a copy; nothing was written",
             ) from error
 

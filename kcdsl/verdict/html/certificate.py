@@ -92,10 +92,10 @@ def _claims(content: Content) -> Iterator[Part]:
         head = ("clause", "claim", "decides", "attained", "ratio", "rests on", "stated")
         rows = [_result(result) for result in content.results]
         yield Part("Claims", lead, head=head, rows=rows)
-    over = [f"{_where(item)} goes over" for item in content.carried]
-    over += [f"{_where(item)} stays behind: {item['detail']}" for item in content.left]
+    over = [f"{_where(item)} is transferred" for item in content.carried]
+    over += [f"{_where(item)} is not transferred: {item['detail']}" for item in content.left]
     if over:
-        yield Part("Carried over", lines=over)
+        yield Part("Transferred", lines=over)
 
 
 def _rest(view: CertificateView, content: Content) -> Iterator[Part]:

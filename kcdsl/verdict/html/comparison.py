@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kcdsl.diagnostics.render.terminal import counted
 from kcdsl.verdict.html.document import Part, Sheet, SheetCell, document_page
 from kcdsl.verdict.model import SIGNS
-from kcdsl.verdict.quantities import UNREACHED, quantity, rate_text, scale, told
+from kcdsl.verdict.quantities import UNREACHED, distinct_text, quantity, rate_text, scale
 from kcdsl.verdict.studies.pairing import (
     MeasureDelta,
     PairedRow,
@@ -86,7 +86,7 @@ def _parts(found: RunComparison) -> Iterator[Part | None]:
 
 
 def _in_unit(row: PairedRow, value: float | None) -> str:
-    return told(value, row.threshold, scale(row.unit, row.threshold))
+    return distinct_text(value, row.threshold, scale(row.unit, row.threshold))
 
 
 def _row(row: PairedRow) -> list[SheetCell]:

@@ -120,7 +120,7 @@ def _cell(cell: Mapping[str, Any] | None, column: Column, x: float, y: float) ->
     found, drawn = entry(cell, column), Drawing()
     box: dict[str, Any] = {"x": x + 1, "y": y + 1, "width": _CELL - 2, "height": _HIGH - 2, "rx": 4}
     middle = x + _CELL / 2
-    drawn.add("title", escape(_why(cell) if found is None else told(found)))
+    drawn.add("title", escape(_why(cell) if found is None else findings_text(found)))
     if found is None:
         drawn.add("rect", class_="none", **box)
         drawn.text(middle, y + _HIGH / 2 + 4, "–", "soft", "middle")
@@ -142,7 +142,7 @@ def _units(row: Mapping[str, Any]) -> str:
     return f"{row['passed']}/{row['n']}" if row["passed"] is not None else f"n = {row['n']}"
 
 
-def told(found: ExperimentEntry) -> str:
+def findings_text(found: ExperimentEntry) -> str:
     """Return the findings of a cell in words, each part of a conjunction separately."""
     return " | ".join(_told(row) for row in found.rows)
 
@@ -218,7 +218,7 @@ def experiment_page(document: Mapping[str, Any]) -> str:
         columns=columns(document),
         cells=[cell for cell in cells if cell["status"] == "ran"],
         entry=entry,
-        told=told,
+        told=findings_text,
         against=against,
         verdicts=VERDICTS,
         remarks=(

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from kcdsl.exits import Exit
-from kcdsl.verdict.quantities import nearest_double, scale, stated, told
+from kcdsl.verdict.quantities import distinct_text, nearest_double, scale, stated
 from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.encoding.strict import time_text
@@ -106,7 +106,7 @@ class ResultView(Record):
         if isinstance(found, str):
             found = nearest_double(Fraction(found))
         limit = nearest_double(Fraction(self.tau))
-        return told(found, limit, scale(self.unit, limit))
+        return distinct_text(found, limit, scale(self.unit, limit))
 
     @property
     def decisive(self) -> str:

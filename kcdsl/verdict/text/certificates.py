@@ -69,9 +69,9 @@ def _content(view: CertificateView, content: Content) -> Iterator[RenderableType
         columns = ("claim", ">bound or value", ">attained", ">ratio", "rests on", "stated")
         yield table(columns, map(_row, content.results), "what is claimed")
     for item in content.carried:
-        yield Text(f"goes over: {_where(item)}")
+        yield Text(f"transferred: {_where(item)}")
     for item in content.left:
-        yield Text(f"stays behind: {_where(item)}: {item['detail']}")
+        yield Text(f"not transferred: {_where(item)}: {item['detail']}")
     yield ""
     yield _numerics(content)
     for title, texts in (

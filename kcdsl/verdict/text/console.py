@@ -22,7 +22,7 @@ from kcdsl.diagnostics.render.terminal import printable
 WIDTH, NARROWEST = 100, 80
 
 
-class HarmlessConsole(Console):
+class SanitisingConsole(Console):
     """A console that removes control characters from all text."""
 
     def render(
@@ -35,7 +35,7 @@ class HarmlessConsole(Console):
 
 def print_on(stream: TextIO, *renderables: RenderableType, **how: Any) -> None:
     """Print renderables, each on its own lines; colours only where the stream is a terminal."""
-    console = HarmlessConsole(file=stream, highlight=False)
+    console = SanitisingConsole(file=stream, highlight=False)
     console.width = max(NARROWEST, console.width) if stream.isatty() else WIDTH
     for renderable in renderables:
         console.print(renderable, **how)
@@ -44,7 +44,7 @@ def print_on(stream: TextIO, *renderables: RenderableType, **how: Any) -> None:
 def rendered(*parts: RenderableType, terminal: bool) -> str:
     """Return the output for a terminal, or for a file of 100 columns; text is not wrapped."""
     buffer = StringIO()
-    console = HarmlessConsole(
+    console = SanitisingConsole(
         file=buffer, width=None if terminal else WIDTH, force_terminal=terminal, highlight=False
     )
     for part in parts:

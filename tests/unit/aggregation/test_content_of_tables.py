@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate
+from kcdsl_backends.empirical.questions.aggregate import AggregateOptions, aggregate
 from kcdsl_backends.empirical.sources.tokens.content import SKETCH, content_digests, sketches
 from kcdsl_backends.empirical.sources.tokens.database import opened
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables
@@ -104,7 +104,7 @@ def test_copy_of_a_table_in_other_bytes_is_refused(tmp_path: Path) -> None:
     rows = table().drop_columns(["position"])
     one = written(tmp_path / "one.parquet", rows)
     two = written(tmp_path / "two.parquet", rows, compression="gzip")
-    wish = Wish(quantiles=(Fraction(1, 2),), content=True)
+    wish = AggregateOptions(quantiles=(Fraction(1, 2),), content=True)
     with pytest.raises(Refusal) as caught:
         aggregate([one, two], None, wish)
     assert "two.parquet has the rows of" in caught.value.diagnostics[0].message

@@ -20,7 +20,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.model import Held, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.text.studies import print_aggregate
-from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate
+from kcdsl_backends.empirical.questions.aggregate import AggregateOptions, aggregate
 from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
 from kcdsl_backends.empirical.sources.tokens.database import opened
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables
@@ -62,7 +62,7 @@ def verdicts(program: Program, *files: Path) -> list[Verdict]:
 
 def refused(program: Program | None, *files: Path) -> str:
     with pytest.raises(Refusal) as caught:
-        aggregate(files, program, Wish(threads=1))
+        aggregate(files, program, AggregateOptions(threads=1))
     (found,) = caught.value.diagnostics
     assert found.code.id in ("KC680", "KC622")
     return found.message
@@ -305,13 +305,13 @@ def test_unnamed_slices_are_reported(tmp_path: Path) -> None:
         "kl": [0.01, 9.0, 0.01, 0.01],
     }
     file = write(tmp_path, columns)
-    found = aggregate([file], contract(tmp_path, "max(kl) <= 0.05"), Wish(threads=1))
+    found = aggregate([file], contract(tmp_path, "max(kl) <= 0.05"), AggregateOptions(threads=1))
     assert found["verdict"] == "held"
     assert found["tables"]["left_out"] == 3
     stream = io.StringIO()
     print_aggregate(found, stream)
     assert "4 rows in 1 file, 1 slice; 3 rows in none of them" in stream.getvalue()
-    assert aggregate([file], None, Wish(threads=1))["tables"]["left_out"] == 0
+    assert aggregate([file], None, AggregateOptions(threads=1))["tables"]["left_out"] == 0
 
 
 def test_positions_reveal_missing_and_duplicate_rows(tmp_path: Path) -> None:

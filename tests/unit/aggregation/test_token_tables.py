@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, Metric, NoneOf, Predicate
-from kcdsl_backends.empirical.questions.aggregate import Wish, aggregate, aggregate_of
+from kcdsl_backends.empirical.questions.aggregate import AggregateOptions, aggregate, aggregate_of
 from kcdsl_backends.empirical.sources.tokens.database import (
-    Asked,
     ValueLimit,
+    WantedCounts,
     count_tokens,
     decimal,
     opened,
     order_statistic,
 )
 from kcdsl_backends.empirical.sources.tokens.requests import exact_sums, reduce_requests, steps_for
-from kcdsl_backends.empirical.sources.tokens.slices import Member, membership
+from kcdsl_backends.empirical.sources.tokens.slices import SliceMember, membership
 from kcdsl_backends.empirical.sources.tokens.tables import above, below, open_tables
 from tests.unit.aggregation.conftest import Rows
 
@@ -59,7 +59,7 @@ def test_counts_equal_those_of_numpy(
 ) -> None:
     names = ["chat" if i % 3 else "code" for i in range(len(values))]
     rows = Rows([f"r{i % 7}" for i in range(len(values))], names, {"kl": values}, float32)
-    asked = Asked("kl", (ValueLimit(op, Fraction(tau)),), QUANTILES)
+    asked = WantedCounts("kl", (ValueLimit(op, Fraction(tau)),), QUANTILES)
     with TemporaryDirectory() as folder:
         table = open_tables(rows.write(Path(folder), files=min(3, len(values))))
         with opened(table) as database:
@@ -109,7 +109,7 @@ def test_nan_absent_from_parquet_statistics_is_counted(tmp_path: Path) -> None:
     table = open_tables(rows.write(tmp_path))
     assert pq.ParquetFile(table.files[0]).metadata.row_group(0).column(2).statistics.max == 0.3
     with opened(table) as database:
-        asked = Asked("kl", (ValueLimit("<=", Fraction(1, 2)),))
+        asked = WantedCounts("kl", (ValueLimit("<=", Fraction(1, 2)),))
         assert count_tokens(database, '"slice"', [asked])["s", "kl"].beyond == (1,)
         highest = order_statistic(database, '"slice"', "s", "kl", 4, 4, 1)
     assert math.isnan(highest)
@@ -119,7 +119,7 @@ def test_float32_columns_are_compared_as_doubles(tmp_path: Path) -> None:
     """float32(0.05) is above 0.05; a bare 0.05 would be a decimal, which it does not exceed."""
     table = open_tables(Rows(["a"], ["s"], {"kl": [0.05]}, float32=True).write(tmp_path))
     with opened(table) as database:
-        asked = Asked("kl", (ValueLimit("<=", Fraction("0.05")),))
+        asked = WantedCounts("kl", (ValueLimit("<=", Fraction("0.05")),))
         assert count_tokens(database, '"slice"', [asked])["s", "kl"].beyond == (1,)
 
 
@@ -130,7 +130,7 @@ def test_percentiles_have_the_documented_rank(q: str, tmp_path: Path) -> None:
     values: list[float | None] = [float(i) for n in sizes for i in range(1, n + 1)]
     table = open_tables(Rows(slices, slices, {"kl": values}).write(tmp_path))
     with opened(table) as database:
-        found = count_tokens(database, '"slice"', [Asked("kl", (), (Fraction(q),))])
+        found = count_tokens(database, '"slice"', [WantedCounts("kl", (), (Fraction(q),))])
     for n in sizes:
         assert found[str(n), "kl"].percentiles == (math.ceil(Fraction(q) * n),)
 
@@ -212,7 +212,7 @@ def test_results_are_independent_of_files_threads_and_memory(tmp_path: Path) -> 
         document = aggregate(
             rows.write(folder, files=files, group=group),
             None,
-            Wish(limits=limits, threads=threads, memory=2**29 if i else 2**30),
+            AggregateOptions(limits=limits, threads=threads, memory=2**29 if i else 2**30),
         )
         found.append(document["slices"])
     assert found[0] == found[1] == found[2]
@@ -224,18 +224,18 @@ def test_spill_files_are_removed(tmp_path: Path) -> None:
     spill.mkdir()
     tables.mkdir()
     Rows(["a"], ["s"], {"kl": [0.1]}).write(tables)
-    aggregate([tables], None, Wish(spill=spill))
+    aggregate([tables], None, AggregateOptions(spill=spill))
     assert list(spill.iterdir()) == []
 
 
 # --- slices --------------------------------------------------------------------------------------
 
 
-def _counted(table: pa.Table, folder: Path, members: list[Member] | None) -> dict[str, int]:
+def _counted(table: pa.Table, folder: Path, members: list[SliceMember] | None) -> dict[str, int]:
     pq.write_table(table, folder / "t.parquet")
     opened_table = open_tables([folder / "t.parquet"])
     with opened(opened_table) as database:
-        found = count_tokens(database, membership(opened_table, members), [Asked("kl")])
+        found = count_tokens(database, membership(opened_table, members), [WantedCounts("kl")])
     return {name: one.rows for (name, _), one in found.items()}
 
 
@@ -272,8 +272,8 @@ def test_predicates_select_rows(tmp_path: Path) -> None:
         "neither": AnyOf(()),
         "not_long": NoneOf(FieldTest("length", ">=", Fraction(9))),
     }
-    members = [Member(name, where, None) for name, where in tests.items()]
-    found = _counted(table, tmp_path, [*members, Member("all", AllOf(()), None)])
+    members = [SliceMember(name, where, None) for name, where in tests.items()]
+    found = _counted(table, tmp_path, [*members, SliceMember("all", AllOf(()), None)])
     assert found == {"long": 2, "nine": 2, "german": 2, "either": 4, "not_long": 2, "all": 4}
 
 
@@ -287,7 +287,7 @@ def test_unusable_tables_are_refused(tmp_path: Path) -> None:
             paths.append(tmp_path / f"{i}.parquet")
             pq.write_table(table, paths[-1])
         with pytest.raises(Refusal, match=message):
-            aggregate(paths, None, Wish())
+            aggregate(paths, None, AggregateOptions())
 
     refused("no column `request`", pa.table({"kl": [0.1]}))
     refused("no column of float32 or float64", pa.table({"request": ["a"]}))
@@ -305,7 +305,7 @@ def test_unusable_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="is given twice"):
         open_tables([tmp_path / "good.parquet", tmp_path / "good.parquet"])
     with pytest.raises(Refusal, match="no column of floating numbers 'tv'"):
-        aggregate([tmp_path / "good.parquet"], None, Wish(metrics=("tv",)))
+        aggregate([tmp_path / "good.parquet"], None, AggregateOptions(metrics=("tv",)))
 
 
 def test_slice_names_are_escaped_in_output(cli: Any, tmp_path: Path) -> None:

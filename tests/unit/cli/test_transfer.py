@@ -23,8 +23,8 @@ from kcdsl_certs.encoding.reals import parse_real
 from kcdsl_certs.encoding.strict import canonical_json, strict_load
 from kcdsl_certs.signatures import bundle_bytes, decode, load_private, parse_bundle, sign
 from kcdsl_certs.statement import (
-    Carried,
     Transfer,
+    TransferredResult,
     parse_statement,
     parse_transfer,
     transfer_bytes,
@@ -162,7 +162,7 @@ def test_block_outside_the_ball_is_verified_again(cli: Any, folder: Path, cache_
     assert found.code == 3
     assert "model.layers.1.mlp.up_proj.weight[3, 2]" in found.stdout
     assert "kcdsl verify --block mlp_1" in found.stdout
-    assert "attn_0" not in found.stdout.split("stays behind")[1]
+    assert "attn_0" not in found.stdout.split("not transferred")[1]
     partly = check(cli, folder, path)
     assert partly.code == 0
     assert json.loads(partly.stdout)["outside"] == ["N-1 [all]"]
@@ -361,11 +361,11 @@ def test_signed_false_transfer_is_rejected(cli: Any, folder: Path) -> None:
             "transfer/region-mismatch",
         ),
         "a result that is not there": (
-            replace(honest, carried=(*honest.carried, Carried("N-7", "all"))),
+            replace(honest, carried=(*honest.carried, TransferredResult("N-7", "all"))),
             "transfer/unknown",
         ),
         "no region": (
-            replace(honest, carried=(Carried(first.id, first.slice), *rest)),
+            replace(honest, carried=(TransferredResult(first.id, first.slice), *rest)),
             "transfer/region-mismatch",
         ),
         "another certificate": (replace(honest, base="0" * 64), "transfer/another-base"),

@@ -38,7 +38,7 @@ from kcdsl.ir.terms import (
 from kcdsl_backends.empirical.collection.context import spoiled_slices
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.metrics.user import functions_record, load_functions
-from kcdsl_backends.empirical.questions.replay import same_functions, under
+from kcdsl_backends.empirical.questions.replay import evidence_for, same_functions
 from kcdsl_backends.empirical.table.trace import Trace
 from kcdsl_backends.requests import select
 from tests.support.evaluation import Evaluation, evaluate
@@ -88,7 +88,7 @@ def trace_of(found: Evaluation) -> Trace:
 def test_unchanged_contract_gives_the_same_report(lab: Any) -> None:
     program = tabled(lab, TableRow(SHORT, Fraction(1, 10)))
     found = of(lab, program)
-    assert conclude(under(program, trace_of(found))).dumps() == found.report.dumps()
+    assert conclude(evidence_for(program, trace_of(found))).dumps() == found.report.dumps()
 
 
 def test_changed_thresholds_equal_a_new_evaluation(lab: Any) -> None:
@@ -98,7 +98,7 @@ def test_changed_thresholds_equal_a_new_evaluation(lab: Any) -> None:
         lab.clause(kl, limit="1/1000000000", id="A", budget=("1/3", "requests")),
         lab.clause(kl, ">=", "0", id="C", slices=("few",), evidence=EvidenceKind.SAMPLE),
     )
-    report = conclude(under(changed, trace_of(found)))
+    report = conclude(evidence_for(changed, trace_of(found)))
     assert report.dumps() == of(lab, changed).report.dumps()
     assert {row.clause for row in report.clauses} == {"A", "C"}
     assert report.verdict == "violated"
@@ -111,14 +111,14 @@ def test_changed_tables_select_buckets_from_the_trace(lab: Any, otherwise: str |
     found = of(lab, tabled(lab, TableRow(SHORT, Fraction(1, 10))))
     longer = TableRow(FieldTest("length", "<=", Fraction(5)), Fraction(1, 10**9))
     changed = tabled(lab, TableRow(SHORT, Fraction(1)), longer, otherwise=otherwise)
-    report, own = conclude(under(changed, trace_of(found))), of(lab, changed).report
+    report, own = conclude(evidence_for(changed, trace_of(found))), of(lab, changed).report
     assert replace(report, prechecks=()).dumps() == replace(own, prechecks=()).dumps()
     assert report.verdict == ("violated" if otherwise else "invalid_evidence")
 
 
 def _refused(program: Program, found: Evaluation) -> str:
     with pytest.raises(Refusal) as refused:
-        under(program, trace_of(found))
+        evidence_for(program, trace_of(found))
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code.id == "KC632"
     assert diagnostic.help
@@ -162,9 +162,9 @@ def test_trace_must_contain_metrics_that_can_violate_a_proof(lab: Any) -> None:
 
     assert of(lab, with_proof("js")).report.verdict == "violated"
     assert "reads `js`, which was not measured" in _refused(with_proof("js"), found)
-    report = conclude(under(with_proof("tv"), trace_of(found)))
+    report = conclude(evidence_for(with_proof("tv"), trace_of(found)))
     assert report.verdict == "violated"
-    nothing_gives = conclude(under(with_proof("reward_delta"), trace_of(found)))
+    nothing_gives = conclude(evidence_for(with_proof("reward_delta"), trace_of(found)))
     assert set(nothing_gives.deferred) == {"P"}
 
 
@@ -181,9 +181,11 @@ def test_slices_must_have_the_requests_of_the_preconditions(lab: Any) -> None:
     more = replace(whole, slices=(long, short, Slice("few")))
     assert "the slice `few` of the contract is not in the trace" in _refused(more, found)
     turned = replace(whole, slices=(short, long))
-    assert conclude(under(turned, trace_of(found))).verdict == "held"
+    assert conclude(evidence_for(turned, trace_of(found))).verdict == "held"
     every = replace(lab.program(lab.clause(kl), *clauses), slices=(Slice("all"), long, short))
-    assert conclude(under(replace(every, clauses=every.clauses[:1]), trace_of(of(lab, every))))
+    assert conclude(
+        evidence_for(replace(every, clauses=every.clauses[:1]), trace_of(of(lab, every)))
+    )
 
 
 def test_changed_first_requests_are_refused(lab: Any) -> None:
@@ -220,7 +222,7 @@ def test_untimed_requests_give_invalid_evidence(lab: Any) -> None:
     whole = evaluate(replace(setting, program=all_))
     assert "with 17 more requests than the contract times" in _refused(few, whole)
     latency = replace(few, clauses=few.clauses[:1])
-    (row,) = conclude(under(latency, trace_of(whole))).clauses
+    (row,) = conclude(evidence_for(latency, trace_of(whole))).clauses
     assert row.n < len(whole.evidence.timing.runs)
 
 
@@ -238,7 +240,7 @@ def test_failures_of_unread_metrics_are_ignored(lab: Any) -> None:
     found = lab.evaluate(failures, kl, js, infer=lab.kernel(broken))
     message = _refused(lab.program(failures, kl), found)
     assert "the request rows.jsonl:4 failed when `js` was measured too" in message
-    again = conclude(under(lab.program(js, kl, failures), trace_of(found)))
+    again = conclude(evidence_for(lab.program(js, kl, failures), trace_of(found)))
     assert again.verdict == "violated"
 
 
@@ -255,7 +257,7 @@ def test_blocks_without_a_cross_check_are_refused(lab: Any) -> None:
     found = lab.evaluate(kl, certified=1.0)
     assert [check.block for check in found.evidence.crosschecks] == ["attn_0"]
     assert "block `mlp_0` was not compared" in _refused(lab.program(kl, drift("mlp_0")), found)
-    same = conclude(under(lab.program(kl, drift("attn_0")), trace_of(found)))
+    same = conclude(evidence_for(lab.program(kl, drift("attn_0")), trace_of(found)))
     assert set(same.deferred) == {"D"}
 
 
@@ -268,7 +270,7 @@ def test_tables_with_equal_rows_keep_their_selection(lab: Any) -> None:
         requests=tuple(replace(r, fields={}) for r in found.evidence.requests),
     )
     changed = tabled(lab, TableRow(SHORT, Fraction(9)), otherwise=None)
-    report = conclude(under(changed, Trace(bare, {}, "")))
+    report = conclude(evidence_for(changed, Trace(bare, {}, "")))
     assert report.verdict == "invalid_evidence"
     assert report.clauses[0].threshold == 9.0
 
@@ -278,7 +280,7 @@ def test_unselected_slice_is_omitted(lab: Any) -> None:
     program = lab.program(lab.clause(kl, id="A"), lab.clause(kl, id="F", slices=("few",)))
     found = of(lab, program)
     only = replace(found.evidence, slices={"all": found.evidence.slices["all"]})
-    report = conclude(under(program, Trace(only, {}, "")))
+    report = conclude(evidence_for(program, Trace(only, {}, "")))
     assert {row.clause for row in report.clauses} == {"A"}
     assert report.deferred == {"F": "no slice of it was selected"}
 
@@ -286,7 +288,7 @@ def test_unselected_slice_is_omitted(lab: Any) -> None:
 def test_failures_are_counted_for_any_metric(lab: Any) -> None:
     found = of(lab, lab.program(lab.clause(lab.statistic("max", "kl"))))
     changed = lab.program(lab.clause(lab.statistic("aggregate", "failure_rate"), limit="0"))
-    report = conclude(under(changed, trace_of(found)))
+    report = conclude(evidence_for(changed, trace_of(found)))
     assert report.clauses[0].value == 0.0
 
 

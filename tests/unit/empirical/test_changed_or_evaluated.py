@@ -34,7 +34,7 @@ from kcdsl.ir.terms import (
 from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.collection.context import spoiled_slices
 from kcdsl_backends.empirical.decide.report import conclude
-from kcdsl_backends.empirical.questions.replay import under
+from kcdsl_backends.empirical.questions.replay import evidence_for
 from kcdsl_backends.empirical.table.trace import Trace
 from kcdsl_backends.requests import Request, RequestFile, select
 from tests.support.evaluation import Evaluation, evaluate
@@ -231,7 +231,7 @@ def _agree(lab: Any, kernel: str, before: Program, after: Program) -> None:
     except Refusal:
         return
     try:
-        found = conclude(under(after, Trace(first.evidence, first.report.to_json(), "")))
+        found = conclude(evidence_for(after, Trace(first.evidence, first.report.to_json(), "")))
     except Refusal:
         return
     own = evaluated(lab, kernel, after).report

@@ -60,7 +60,7 @@ def test_hard_clause_states_the_shown_rate(lab: Any) -> None:
     assert row.shown.rate == pytest.approx(1 - 0.05 ** (1 / 100), rel=1e-9)
     assert row.verdict.reason == (
         "0 of 100 requests beyond: the rate is below 2.96 % at 95 %; "
-        "no sample shows that none ever is: a proof or a census does"
+        "a sample cannot show a rate of zero; a proof or a census can"
     )
     assert row.needed is None
 

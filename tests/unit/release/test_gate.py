@@ -24,7 +24,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, CandidateState, StagedCandidate
 from kcdsl.release.promotion.gate import GateAnswer, ask, fallback
 from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
-from kcdsl.release.promotion.recorded import Distrust, candidate_in, distrust_of
+from kcdsl.release.promotion.recorded import UntrustedRecords, candidate_in, untrusted_records
 from kcdsl.release.register import (
     Promotion,
     PromotionReason,
@@ -157,18 +157,18 @@ def test_untrusted_run_does_not_count_under_another_digest(register: Register) -
         return recorded(register, bundle(replace(body, evidence=tuple(files)))).identity
 
     def why(name: str) -> str | None:
-        return distrust_of(register, NEW.digest).of_report(digest_of(name))
+        return untrusted_records(register, NEW.digest).of_report(digest_of(name))
 
     one, copied = signed(1, "report", "trace"), signed(2, "copy", "trace")
     other, lost = signed(3, "other", "another"), signed(4, "lost", "third")
     unsigned = Run("evaluate", NEW.digest, SHADOW, digest_of("unsigned"))
     register.record_run(unsigned)
     register.revoke(lost, "the key was lost")
-    assert distrust_of(register, NEW.digest) == Distrust()
+    assert untrusted_records(register, NEW.digest) == UntrustedRecords()
     run = register.run_of(one)
     assert run is not None
     register.mark_run(run.identity, trusted=False, reason="a shared machine")
-    found = distrust_of(register, NEW.digest).why
+    found = untrusted_records(register, NEW.digest).why
     assert found.keys() == {
         one, copied, *map(digest_of, ("report", "copy", "unsigned", "lost"))
     }  # fmt: skip
@@ -178,11 +178,11 @@ def test_untrusted_run_does_not_count_under_another_digest(register: Register) -
     for name in ("report", "copy", "unsigned", "lost", "never seen"):
         assert "a shared machine" in (why(name) or ""), name
     given = {"0" * 64: replace(run, report=digest_of("given"), trace=digest_of("fourth"))}
-    assert distrust_of(register, NEW.digest, given).of_report(digest_of("given")) is None
+    assert untrusted_records(register, NEW.digest, given).of_report(digest_of("given")) is None
     given = {"0" * 64: replace(run, report=digest_of("given"))}
-    assert "0" * 64 in distrust_of(register, NEW.digest, given).why
+    assert "0" * 64 in untrusted_records(register, NEW.digest, given).why
     register.mark_run(run.identity, trusted=True, reason="it was alone")
-    assert distrust_of(register, NEW.digest) == Distrust()
+    assert untrusted_records(register, NEW.digest) == UntrustedRecords()
     assert why("never seen") is None
 
 

@@ -27,10 +27,10 @@ from kcdsl_certs.signatures import (
     sign,
 )
 from kcdsl_certs.statement import (
-    Carried,
     EvidenceFile,
     Predicate,
     Transfer,
+    TransferredResult,
     Verdict,
     certificate_id,
     transfer_bytes,
@@ -448,7 +448,7 @@ def test_transfer_reads_files_of_its_base_certificate_only(
         body.issued_at,
         body.valid_until,
         body.sequence + 1,
-        (Carried("N-ATTN-0", "all"),),
+        (TransferredResult("N-ATTN-0", "all"),),
         (),
         body.evaluator,
     )

@@ -20,12 +20,12 @@ from kcdsl.release.promotion import (
     CandidateState,
     DocumentKind,
     EvidenceDocument,
-    NotHere,
     ObligationResult,
     Period,
     PromotionLimits,
     PromotionOutcome,
     StagedCandidate,
+    UnusableEvidence,
     enter,
     gathered,
     without,
@@ -82,7 +82,7 @@ def test_candidate_advances_stage_by_stage() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_unknown_triple_begins_at_the_first_stage(stage: str) -> None:
     found = enter(None, TRIPLE, LIVE, stage, START)
-    assert isinstance(found, StagedCandidate if stage == OFFLINE else NotHere)
+    assert isinstance(found, StagedCandidate if stage == OFFLINE else UnusableEvidence)
 
 
 @pytest.mark.parametrize("asked", STAGES)
@@ -92,7 +92,7 @@ def test_no_stage_is_skipped_or_repeated(stage: str, asked: str) -> None:
     if asked == stage:
         assert found == at(stage)
     else:
-        assert isinstance(found, NotHere)
+        assert isinstance(found, UnusableEvidence)
         assert stage in found.why
 
 
@@ -108,7 +108,7 @@ def test_stopped_candidate_restarts(state: CandidateState, asked: str) -> None:
     )
     found = enter(stopped, TRIPLE, LIVE, asked, START + HOUR)
     if asked != OFFLINE:
-        assert isinstance(found, NotHere)
+        assert isinstance(found, UnusableEvidence)
         return
     assert isinstance(found, StagedCandidate)
     assert (found.stage, found.state, found.attempt, found.epoch) == (
@@ -123,8 +123,8 @@ def test_stopped_candidate_restarts(state: CandidateState, asked: str) -> None:
 
 
 def test_changed_incumbent_restarts_a_candidate() -> None:
-    assert isinstance(enter(at(CANARY), TRIPLE, digest("newer"), CANARY, START), NotHere)
-    assert isinstance(enter(at(CANARY), TRIPLE, None, CANARY, START), NotHere)
+    assert isinstance(enter(at(CANARY), TRIPLE, digest("newer"), CANARY, START), UnusableEvidence)
+    assert isinstance(enter(at(CANARY), TRIPLE, None, CANARY, START), UnusableEvidence)
     assert enter(at(FULL), TRIPLE, TRIPLE, FULL, START) == at(FULL)
 
 
@@ -135,7 +135,7 @@ def test_triple_displaced_by_its_incumbent_restarts(asked: str) -> None:
         assert isinstance(found, StagedCandidate)
         assert (found.stage, found.attempt, found.incumbent) == (OFFLINE, 2, LIVE)
     else:
-        assert isinstance(found, NotHere)
+        assert isinstance(found, UnusableEvidence)
         assert "has another incumbent" in found.why
         assert found.refutable is None
 
@@ -160,7 +160,7 @@ def test_l3_violation_rolls_back_a_live_triple_in_every_state(
     previous: StagedCandidate, withdrawn: dict[str, str], asked: str
 ) -> None:
     found = enter(previous, TRIPLE, TRIPLE, asked, START, withdrawn)
-    candidate = found.refutable if isinstance(found, NotHere) else found
+    candidate = found.refutable if isinstance(found, UnusableEvidence) else found
     assert candidate is not None
     assert candidate.stage == asked
     broken = {EVERY.obligation: ObligationResult("violated", "census")}
@@ -168,7 +168,7 @@ def test_l3_violation_rolls_back_a_live_triple_in_every_state(
     assert back.outcome is PromotionOutcome.ROLLED_BACK
     assert back.candidate.state is CandidateState.ROLLED_BACK
     assert back.rows[1].reaction == "roll-back"
-    if isinstance(found, NotHere) and candidate.state is CandidateState.FROZEN:
+    if isinstance(found, UnusableEvidence) and candidate.state is CandidateState.FROZEN:
         for documents in ((), passing(asked, BOTH)):
             held = look(candidate, BOTH, *documents, live=True)
             assert held.outcome is PromotionOutcome.HELD
@@ -177,14 +177,14 @@ def test_l3_violation_rolls_back_a_live_triple_in_every_state(
 
 def test_stopped_candidate_that_is_not_live_is_not_rolled_back() -> None:
     found = enter(at(CANARY, state=CandidateState.FROZEN), TRIPLE, LIVE, CANARY, START)
-    assert isinstance(found, NotHere)
+    assert isinstance(found, UnusableEvidence)
     assert found.refutable is None
 
 
 def test_stopped_live_triple_ignores_counts_of_other_stages() -> None:
     counted = replace(at(FULL).window, counts={RATE.obligation: (60, 600)})
     found = enter(at(FULL, window=counted), TRIPLE, TRIPLE, CANARY, START)
-    assert isinstance(found, NotHere)
+    assert isinstance(found, UnusableEvidence)
     assert found.refutable is not None
     assert found.refutable.window.counts == {}
 
@@ -201,7 +201,7 @@ def test_slow_fault_of_a_stopped_live_triple_accumulates(anew: bool) -> None:
             assert isinstance(began, StagedCandidate)
             candidate = began
         found = enter(candidate, TRIPLE, TRIPLE, FULL, START + HOUR)
-        assert isinstance(found, NotHere)
+        assert isinstance(found, UnusableEvidence)
         assert found.refutable is not None
         part = window(
             f"w{i}", {grave.obligation: counts(5, 200)},
@@ -795,7 +795,7 @@ def test_candidate_with_a_withdrawn_certificate_restarts(stage: str) -> None:
     withdrawn = {digest(OFFLINE): "revoked: the key was lost"}
     live = TRIPLE if stage == FULL else LIVE
     found = enter(at(stage), TRIPLE, live, stage, START, withdrawn)
-    assert isinstance(found, NotHere)
+    assert isinstance(found, UnusableEvidence)
     assert "the key was lost" in found.why
     anew = enter(at(stage), TRIPLE, live, OFFLINE, START, withdrawn)
     assert isinstance(anew, StagedCandidate)

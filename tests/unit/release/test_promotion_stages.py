@@ -17,11 +17,11 @@ from kcdsl.release.promotion import (
     OFFLINE,
     SHADOW,
     CandidateState,
-    Demand,
+    DemandedObligation,
     ObligationResult,
     PromotionOutcome,
     Reaction,
-    demands_of,
+    demanded_obligations,
     reaction,
 )
 from kcdsl_backends.empirical.questions.looks import RULES
@@ -165,12 +165,14 @@ def test_most_severe_reaction_applies() -> None:
 
 
 @pytest.fixture
-def by_name(program: Program) -> dict[str, Demand]:
+def by_name(program: Program) -> dict[str, DemandedObligation]:
     """Return the demands of the tiny contract by obligation."""
-    return {one.obligation: one for one in demands_of(program, RULES)}
+    return {one.obligation: one for one in demanded_obligations(program, RULES)}
 
 
-def test_demands_equal_the_obligations_of_the_contract(by_name: dict[str, Demand]) -> None:
+def test_demands_equal_the_obligations_of_the_contract(
+    by_name: dict[str, DemandedObligation],
+) -> None:
     assert list(by_name) == [
         "N-ATTN-0/long/0", "N-KL/all/0", "N-KL/long/0", "N-BOTH/all/0", "N-BOTH/all/1",
         "R-LAT/all/0", "O-TRACE/all/0",
@@ -192,6 +194,6 @@ def test_action_of_a_clause_precedes_the_policy(program: Program, folder: Path) 
     old = "N-KL: {require: p99(kl) <= 0.02, slices: [all, long], level: L2}"
     assert old in text
     path.write_text(text.replace(old, f"{old[:-1]}, then: rollback}}"), encoding="utf-8")
-    found = {one.obligation: one for one in demands_of(load_program(path), RULES)}
+    found = {one.obligation: one for one in demanded_obligations(load_program(path), RULES)}
     assert found["N-KL/all/0"].reaction(CANARY) is Reaction.ROLL_BACK
     assert found["N-KL/all/0"].reaction(OFFLINE) is Reaction.BLOCK

@@ -20,7 +20,7 @@ from kcdsl.check.compile import load_program
 from kcdsl.cli.commands.release.check import print_report as print_check
 from kcdsl.cli.common.output import Progress
 from kcdsl.ir.terms import Program
-from kcdsl.release.issue import issue, results_for
+from kcdsl.release.issue import issue, result_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference
 from kcdsl.source.writing import write_bytes
@@ -520,7 +520,7 @@ def test_cases_of_a_proof_must_match_the_rows_of_the_slice(
     reference = proof_reference("N-ATTN-0", proof)
     required = next(r for r in required_clauses(program, folder) if r.id == "N-ATTN-0")
     numbers: dict[str, Any] = {"bound": 0.03125, "n": len(cases), "proof": reference}
-    clause = results_for(
+    clause = result_for(
         required,
         evidence=Evidence.PROOF,
         method="interval/1",
@@ -563,7 +563,7 @@ def test_units_of_a_result_must_match_the_rows_of_the_slice(
     program = load_program(folder / "contract.yaml")
     required = next(r for r in required_clauses(program, folder) if r.id == "N-KL")
     numbers: dict[str, Any] = {"value": Fraction(1, 100), "n": n, "counted": "requests"}
-    clause = results_for(
+    clause = result_for(
         required,
         evidence=Evidence.CENSUS,
         method="census/1",

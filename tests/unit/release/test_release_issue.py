@@ -30,7 +30,7 @@ from kcdsl.ir.terms import (
     RegionKind,
 )
 from kcdsl.model.fingerprint import kernel_fingerprint
-from kcdsl.release.issue import issue, results_for, weakened
+from kcdsl.release.issue import issue, result_for, weakened
 from kcdsl.release.requirements import build_triple, required_clauses
 from kcdsl.release.results import proof_reference, proved_clauses
 from kcdsl.route.goals import goals
@@ -55,7 +55,7 @@ def _census(program: Program, folder: Path, **numbers: Any) -> CertifiedClause:
     filled: dict[str, Any] = {
         "evidence": Evidence.CENSUS, "method": "census/1", "verdict": Verdict.PASSED, "n": 1,
     }  # fmt: skip
-    return results_for(required, **{**filled, **numbers})
+    return result_for(required, **{**filled, **numbers})
 
 
 def test_equal_results_give_equal_bytes(

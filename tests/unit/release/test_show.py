@@ -157,11 +157,11 @@ def test_transfer_is_shown(cli: Any, tmp_path: Path) -> None:
     file, key = signed(statement, tmp_path)
     ran = cli("show", file, "--key", key, "--at", AT)
     assert ran.code == 0, ran.stdout
-    assert "goes over: N-ATTN-0 [short]" in ran.stdout
-    assert "stays behind: N-KL: of one checkpoint alone" in ran.stdout
+    assert "transferred: N-ATTN-0 [short]" in ran.stdout
+    assert "not transferred: N-KL: of one checkpoint alone" in ran.stdout
     page = tmp_path / "page.html"
     assert cli("show", file, "--key", key, "--at", AT, "--html", page).code == 0
-    assert "N-ATTN-0 on short goes over" in page.read_text()
+    assert "N-ATTN-0 on short is transferred" in page.read_text()
 
 
 def poisoned(value: Any) -> Any:

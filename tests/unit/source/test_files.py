@@ -10,7 +10,7 @@ import pytest
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.fingerprint import _DigestCache
 from kcdsl.source.files import SIZE_LIMIT, decode_source, read_source, user_place
-from kcdsl.source.numbers import exact, spell
+from kcdsl.source.numbers import decimal_text, exact
 from kcdsl.source.writing import NewFile, write_bytes, write_together
 
 
@@ -122,7 +122,7 @@ def test_decimal_numbers_are_exact(text: str, value: Fraction | None) -> None:
     ],
 )
 def test_numbers_keep_their_spelling(value: Fraction, text: str) -> None:
-    assert spell(value) == text
+    assert decimal_text(value) == text
 
 
 def test_user_folders_are_never_in_the_working_folder(

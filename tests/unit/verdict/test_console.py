@@ -8,7 +8,7 @@ from xml.dom import minidom
 from rich.table import Table
 from rich.text import Text
 
-from kcdsl.verdict.text.console import HarmlessConsole, print_on
+from kcdsl.verdict.text.console import SanitisingConsole, print_on
 
 HOSTILE = "a\x1b[31mred\x07\u202eb[/b][red]\r"
 
@@ -34,12 +34,12 @@ def test_data_cannot_control_a_terminal() -> None:
 
 def test_colours_of_the_report_are_kept() -> None:
     stream = _Terminal()
-    console = HarmlessConsole(file=stream, force_terminal=True, color_system="standard")
+    console = SanitisingConsole(file=stream, force_terminal=True, color_system="standard")
     console.print(Text("held", style="green"))
     assert "\x1b[32mheld" in stream.getvalue()
 
 
 def test_picture_with_a_hostile_name_is_valid_xml() -> None:
-    console = HarmlessConsole(record=True, width=80, file=io.StringIO(), force_terminal=True)
+    console = SanitisingConsole(record=True, width=80, file=io.StringIO(), force_terminal=True)
     console.print(Text(HOSTILE))
     assert "red" in minidom.parseString(console.export_svg(title="x")).toxml()

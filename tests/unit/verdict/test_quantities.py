@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kcdsl.verdict.quantities import UNREACHED, quantity, scale, stated, told
+from kcdsl.verdict.quantities import UNREACHED, distinct_text, quantity, scale, stated
 
 UNITS = ("1", "%", "ratio", "s", "B", "tok/s", "nat")
 FINITE = st.floats(min_value=1e-30, max_value=1e15)
@@ -66,7 +66,7 @@ def test_threshold_is_quoted_as_stated(threshold: float, unit: str, text: str) -
 def test_value_is_distinguishable_from_its_threshold(
     value: float | None, threshold: float | None, unit: str, text: str
 ) -> None:
-    assert told(value, threshold, unit) == text
+    assert distinct_text(value, threshold, unit) == text
 
 
 @given(value=FINITE, factor=st.sampled_from([1.0, 1 + 1e-9, 1 - 1e-9, 1.0004, 0.5]), data=st.data())
@@ -77,7 +77,7 @@ def test_printed_value_is_on_the_right_side_of_the_threshold(
     unit = data.draw(st.sampled_from(UNITS))
     threshold = float(f"{value * factor:.10g}")
     assume(value == threshold or abs(value - threshold) > 1e-14 * threshold)
-    seen, limit = read(told(value, threshold, unit)), read(stated(threshold, unit))
+    seen, limit = read(distinct_text(value, threshold, unit)), read(stated(threshold, unit))
     assert (seen > limit) == (value > threshold)
     assert (seen == limit) == (value == threshold)
 

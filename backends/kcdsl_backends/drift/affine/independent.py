@@ -106,7 +106,7 @@ class Parts:
         return (sure + spread).amin(-1) * _UP + _FAINT
 
 
-def room(graph: BlockGraph) -> int:
+def functionals_allowed(graph: BlockGraph) -> int:
     """Return the number of functionals that share a block's probability: a power of two, above four
     for every element of a result."""
     nodes = [node for node in graph.nodes if node.op not in ("param", "constant")]

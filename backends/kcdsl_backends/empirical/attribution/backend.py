@@ -45,7 +45,7 @@ from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.sources.kernels import Kernel, MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 from kcdsl_backends.empirical.table.evidence import SamplingUnit
-from kcdsl_backends.process import prints_aside, threads_for
+from kcdsl_backends.process import stdout_to_stderr, threads_for
 from kcdsl_backends.requests import Request
 
 DEFAULT_METRIC = {False: "kl", True: "hidden_l2"}
@@ -56,7 +56,7 @@ LENGTH = 32
 """Most tokens of such a request; all are cut to one length, so that a block is exported once."""
 
 
-@prints_aside
+@stdout_to_stderr
 def attribute(
     program: Program,
     base: Path,

@@ -111,7 +111,7 @@ Outputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RequestOutputs:
     """One request, a kernel's outputs for it, and the experts that it chose."""
 
     request: Request
@@ -175,7 +175,7 @@ class RunMode:
     replayed: Mapping[str, Choices] | None = None
 
 
-def run_all(kernel: Kernel, requests: Sequence[Request], mode: RunMode) -> Iterator[Ran]:
+def run_all(kernel: Kernel, requests: Sequence[Request], mode: RunMode) -> Iterator[RequestOutputs]:
     """Yield the outputs of the kernel for every request.
 
     Raises the errors of the kernel, ValueError if it does not take batches, and Unreplayable if its
@@ -185,7 +185,7 @@ def run_all(kernel: Kernel, requests: Sequence[Request], mode: RunMode) -> Itera
         for request in requests:
             group = RequestBatch((request.length,), together=False)
             outputs, choices = _call(kernel, [request], request.tokens, group, mode)
-            yield Ran(request, outputs, choices[0])
+            yield RequestOutputs(request, outputs, choices[0])
         return
     for members in mode.batches.groups(requests):
         rows = mode.batches.rows(members)
@@ -194,7 +194,7 @@ def run_all(kernel: Kernel, requests: Sequence[Request], mode: RunMode) -> Itera
         outputs, choices = _call(kernel, members, rows, RequestBatch(filled, together=True), mode)
         for index, request in enumerate(members):
             own = {name: out[index, : request.length] for name, out in outputs.items()}
-            yield Ran(request, own, choices[index])
+            yield RequestOutputs(request, own, choices[index])
 
 
 def _call(

@@ -17,7 +17,7 @@ from kcdsl_backends.empirical.attribution.hybrids import (
     Known,
     Outputs,
     Pair,
-    Ran,
+    RequestOutputs,
     RunMode,
     equal_choices,
     hybrid,
@@ -140,7 +140,7 @@ def measure(
         if why is not None
     }
     players = (*own, *(s for s in (sources.BATCH, sources.ROUTING) if s not in missing))
-    train_runs = (Ran(r, base.outputs(r), ()) for r in subject.requests)
+    train_runs = (RequestOutputs(r, base.outputs(r), ()) for r in subject.requests)
     coalitions = {0: Coalition((), _column(subject, base, train_runs))}
     if players:
         coalitions[(1 << len(players)) - 1] = Coalition(players, infer_column)
@@ -188,7 +188,7 @@ def _infer(
     """Return the experts that infer chooses, and its column."""
     choices: dict[str, Choices] = {}
 
-    def runs() -> Iterable[Ran]:
+    def runs() -> Iterable[RequestOutputs]:
         for ran in run_all(subject.pair.infer, subject.requests, RunMode(subject.parts, batches)):
             choices[ran.request.key] = ran.choices
             yield ran
@@ -210,7 +210,9 @@ def _why_no_routing(
     return None
 
 
-def _column(subject: AttributedMetric, base: _TrainOutputs, runs: Iterable[Ran]) -> CoalitionColumn:
+def _column(
+    subject: AttributedMetric, base: _TrainOutputs, runs: Iterable[RequestOutputs]
+) -> CoalitionColumn:
     """Return the column of a kernel. Requests with the same tokens form one unit with the values of
     all, since they are not independent."""
     values = {

@@ -37,7 +37,7 @@ from kcdsl_backends.executors import (
     set_thread_variables,
     thread_variables,
 )
-from kcdsl_backends.process import prints_aside
+from kcdsl_backends.process import stdout_to_stderr
 from kcdsl_backends.requests import Request
 
 Code = Mapping[str, tuple[str, str]]
@@ -174,7 +174,7 @@ def _checked(
 _LOADED: dict[str, tuple[Callable[[str], RequestRun], Mapping[str, str], Artefacts]] = {}
 
 
-@prints_aside
+@stdout_to_stderr
 def run_piece(recipe: bytes, keys: tuple[str, ...]) -> bytes:
     """Run some requests of a contract; it is loaded once by each worker."""
     name = hashlib.sha256(recipe).hexdigest()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kcdsl.ir.terms import Clause
-from kcdsl.verdict.result import Shown
+from kcdsl.verdict.result import RateLimit
 from kcdsl_backends.empirical.statistics import bootstrap, planning
 from kcdsl_backends.empirical.statistics.estimates import Confidence, Exceedance
 from kcdsl_backends.empirical.table.requirements import (
@@ -38,19 +38,19 @@ class Display:
 _MOST_UNITS = 10**9
 
 
-def shown(
+def rate_limit(
     clause: Clause, of: str, exceedance: Exceedance | None, confidence: Confidence
-) -> Shown | None:
+) -> RateLimit | None:
     """Return the upper confidence limit of the rate of a sample; None if no units are counted.
 
     With 0 of n units beyond the limit it is 1 - α^(1/n), about 3/n at 95 %.
     """
     if exceedance is None or allowed_rate(clause) is None:
         return None
-    return Shown(exceedance.k, exceedance.n, of, exceedance.high, confidence.share)
+    return RateLimit(exceedance.k, exceedance.n, of, exceedance.high, confidence.share)
 
 
-def needed(
+def units_needed(
     clause: Clause, display: Display, exceedance: Exceedance | None, confidence: Confidence
 ) -> int | None:
     """Return the number of units that would decide an open clause in its favour at the observed
@@ -82,7 +82,7 @@ def _for_mean(display: Display) -> int | None:
 def why_open(
     clause: Clause,
     display: Display,
-    found: Shown | None,
+    found: RateLimit | None,
     enough: int | None,
     confidence: Confidence,
 ) -> str:
@@ -119,10 +119,10 @@ def _no_limits(clause: Clause, n: int) -> str:
 
 
 def _what_decides(
-    found: Shown, allowed: Fraction, enough: int | None, confidence: Confidence
+    found: RateLimit, allowed: Fraction, enough: int | None, confidence: Confidence
 ) -> str:
     if allowed == 0:
-        return "no sample shows that none ever is: a proof or a census does"
+        return "a sample cannot show a rate of zero; a proof or a census can"
     wanted = f"at most {100 * float(allowed):.6g} %"
     if found.k == 0 and enough is not None:
         return f"{enough} without any would show {wanted}"

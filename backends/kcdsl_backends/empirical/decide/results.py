@@ -33,7 +33,7 @@ from kcdsl.verdict.health import deviation, over_budget
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.quantities import nearest_double
 from kcdsl.verdict.report import Statistics
-from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, Shown
+from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, RateLimit
 from kcdsl_backends.empirical.decide.judgement import (
     Counted,
     Judge,
@@ -44,7 +44,7 @@ from kcdsl_backends.empirical.decide.judgement import (
     judge_for,
     within_budget,
 )
-from kcdsl_backends.empirical.decide.power import Display, needed, shown, why_open
+from kcdsl_backends.empirical.decide.power import Display, rate_limit, units_needed, why_open
 from kcdsl_backends.empirical.metrics.measures import unit_of
 from kcdsl_backends.empirical.statistics import estimates
 from kcdsl_backends.empirical.statistics.estimates import (
@@ -100,7 +100,7 @@ def decide_clause(
         limits = (None, None) if anew else (low, high)
         counts = ExceedanceCount(k, n, found.of, *limits)
         if judge.sample and not anew:
-            shows = shown(clause, found.of, exceedance, confidence)
+            shows = rate_limit(clause, found.of, exceedance, confidence)
     verdict: Verdict
     match outcome:
         case "held":
@@ -111,7 +111,7 @@ def decide_clause(
                 | counterexample(clause, judge, found)
             )
         case _:
-            enough = None if anew else needed(clause, display, exceedance, confidence)
+            enough = None if anew else units_needed(clause, display, exceedance, confidence)
             why = why_open(clause, display, shows, enough, confidence)
             if data.batch and clause.evidence is None and display.low is display.high is None:
                 why += "; `evidence: census` in the clause asks about this batch alone"
@@ -277,7 +277,7 @@ def _row(
     exceedance: ExceedanceCount | None = None,
     confidence: Confidence = estimates.ONE_LOOK,
     *,
-    shows: Shown | None = None,
+    shows: RateLimit | None = None,
     enough: int | None = None,
 ) -> ClauseResult:
     budget = clause.budget

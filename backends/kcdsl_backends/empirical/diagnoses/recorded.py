@@ -145,7 +145,7 @@ def _not_the_policy(law: Law, temperature: float) -> str | None:
         return "at temperature 0 the likeliest token has all the mass, and no policy is compared"
     if law.filters:
         return (
-            f"both sides are cut off ({law.filters}): mass that one of them cut is seen by no ratio"
+            f"both sides are cut off ({law.filters}): no ratio counts the mass that one of them cut"
         )
     if abs(law.temperature - temperature) > _NEAR:
         return (

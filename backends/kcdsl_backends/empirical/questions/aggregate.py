@@ -28,10 +28,10 @@ from kcdsl_backends.empirical.questions.token_clauses import (
 )
 from kcdsl_backends.empirical.sources.tokens.content import content_digests, sketches
 from kcdsl_backends.empirical.sources.tokens.database import (
-    Asked,
     Database,
     Tokens,
     ValueLimit,
+    WantedCounts,
     count_tokens,
     opened,
 )
@@ -57,7 +57,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class AggregateOptions:
     """The options of a user: metrics (none: those of the contract, else all), further limits by
     metric, shares of percentiles, resources (see `opened`), and whether the document has digests of
     the rows (`content`)."""
@@ -74,21 +74,23 @@ class Wish:
     content: bool = False
 
 
-def wish_for(
+def options_of(
     limits: Sequence[tuple[str, str, Fraction]], percentiles: Sequence[Fraction], **others: Any
-) -> Wish:
+) -> AggregateOptions:
     """Return the options; limits are (metric, operator, value)."""
     found: dict[str, tuple[ValueLimit, ...]] = {}
     for name, op, value in limits:
         found[name] = (*found.get(name, ()), ValueLimit(op, value))
-    defaults = Wish()
-    return Wish(limits=found, quantiles=tuple(percentiles) or defaults.quantiles, **others)
+    defaults = AggregateOptions()
+    return AggregateOptions(
+        limits=found, quantiles=tuple(percentiles) or defaults.quantiles, **others
+    )
 
 
 def aggregate(
     paths: Sequence[str | Path],
     program: Program | None,
-    wish: Wish,
+    wish: AggregateOptions,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Return the document of token tables, decided by a contract if there is one.
@@ -163,7 +165,9 @@ def _add_content(
     return {"content": whole, "sketch": sketches(database, names)}
 
 
-def _asked(table: TokenTable, task: PreparedContract | None, wish: Wish) -> list[Asked]:
+def _asked(
+    table: TokenTable, task: PreparedContract | None, wish: AggregateOptions
+) -> list[WantedCounts]:
     limits: dict[str, dict[ValueLimit, None]] = {}
     for source in (limits_of(task) if task else {}, wish.limits or {}):
         for name, own in source.items():
@@ -177,7 +181,8 @@ def _asked(table: TokenTable, task: PreparedContract | None, wish: Wish) -> list
     elif not wish.metrics:
         names += list(table.metrics)
     return [
-        Asked(name, tuple(limits.get(name, ())), wish.quantiles) for name in dict.fromkeys(names)
+        WantedCounts(name, tuple(limits.get(name, ())), wish.quantiles)
+        for name in dict.fromkeys(names)
     ]
 
 
@@ -186,7 +191,7 @@ def _chosen(there: tuple[str, ...], wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in there if not wanted or name in wanted)
 
 
-def _with_metrics(task: PreparedContract, asked: Sequence[Asked]) -> PreparedContract:
+def _with_metrics(task: PreparedContract, asked: Sequence[WantedCounts]) -> PreparedContract:
     """Return the task with the reported terms added to those that clauses need."""
     terms = dict.fromkeys([*task.terms, *(Metric(one.metric) for one in asked)])
     return replace(task, terms=tuple(terms))
@@ -214,7 +219,7 @@ def _conclusion(program: Program | None, decided: Decided | None) -> dict[str, A
     }
 
 
-def _environment(database: Database, wish: Wish) -> dict[str, Any]:
+def _environment(database: Database, wish: AggregateOptions) -> dict[str, Any]:
     import duckdb
 
     return {
@@ -275,7 +280,7 @@ def slice_record(
     name: str,
     requests: Requests,
     tokens: Mapping[str, Tokens],
-    asked: Sequence[Asked],
+    asked: Sequence[WantedCounts],
     better: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the record of a slice: each metric by tokens and by requests."""
@@ -290,7 +295,9 @@ def slice_record(
     }
 
 
-def _metric_record(requests: Requests, asked: Asked, tokens: Tokens, better: str) -> dict[str, Any]:
+def _metric_record(
+    requests: Requests, asked: WantedCounts, tokens: Tokens, better: str
+) -> dict[str, Any]:
     found = aggregate_of(requests, asked.metric, tokens)
     column = requests.reduced.columns[Metric(asked.metric)]
     side: Literal["upper", "lower"] = "lower" if better == "higher" else "upper"

@@ -46,7 +46,7 @@ _ALWAYS = frozenset({"failure_rate"})
 """Metrics that every trace has."""
 
 
-def under(program: Program, trace: Trace) -> EvidenceTable:
+def evidence_for(program: Program, trace: Trace) -> EvidenceTable:
     """Return the evidence of a trace for a changed contract, as it was compiled.
 
     Raises Refusal (KC632) if the contract needs values that the trace does not have.

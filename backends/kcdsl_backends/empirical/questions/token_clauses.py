@@ -43,7 +43,7 @@ from kcdsl_backends.empirical.metrics.measures import (
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.sources.tokens.database import Database, ValueLimit
 from kcdsl_backends.empirical.sources.tokens.requests import Requests, as_measured, reduce_requests
-from kcdsl_backends.empirical.sources.tokens.slices import Member, check_rows, membership
+from kcdsl_backends.empirical.sources.tokens.slices import SliceMember, check_rows, membership
 from kcdsl_backends.empirical.sources.tokens.tables import TokenTable
 from kcdsl_backends.empirical.table.evidence import Column, EvidenceTable, Reduced, SliceData
 from kcdsl_backends.empirical.table.requirements import metrics_of, split
@@ -70,7 +70,7 @@ class PreparedContract:
     program: Program
     clauses: tuple[Clause, ...]
     deferred: Mapping[str, str]
-    members: tuple[Member, ...]
+    members: tuple[SliceMember, ...]
     watched: Mapping[str, tuple[str, ...]]
     """Slices that must be empty, with the slices that are invalid if they are not."""
     terms: tuple[Term, ...]
@@ -247,14 +247,14 @@ def _sampled(term: Term) -> bool:
     )
 
 
-def _member(slice_: Slice, stated: Mapping[str, Slice], table: TokenTable) -> Member:
+def _member(slice_: Slice, stated: Mapping[str, Slice], table: TokenTable) -> SliceMember:
     """Return the rows of a slice: those with its name if it has no predicate and the table has a
     column of names, else by predicate."""
     name = whole_of(slice_.name) if is_bucket(slice_.name) else slice_.name
     everything: Predicate = AllOf(())
     by_name = table.slices is not None and stated[name].where == everything
     where = None if slice_.where == everything and by_name else slice_.where
-    return Member(slice_.name, where, name if by_name else None)
+    return SliceMember(slice_.name, where, name if by_name else None)
 
 
 def _nothing() -> Column:

@@ -130,7 +130,7 @@ def chosen(ends: Ends, worth: Floats, most: int) -> Ends:
     return Ends(np.concatenate(lows), np.concatenate(highs), ends.form, ends.inward)
 
 
-def room(shape: tuple[int, ...]) -> int:
+def choices_allowed(shape: tuple[int, ...]) -> int:
     """Return how many elements of a row of a tensor of this shape may be chosen."""
     return min(_CHOICES, int(math.log2(max(1, _NUMBERS // math.prod(shape)))))
 

@@ -23,7 +23,7 @@ MOST_SEARCHED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Bent:
+class ReluSlopes:
     """Elements of a ReLU, bool of the node's shape, and float32 slopes [6, elements] there."""
 
     at: Array
@@ -36,7 +36,7 @@ class Bent:
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
+class ElementSlopes:
     """Slopes for one element of the output's drift, float32 [6, elements of all ReLUs]."""
 
     element: int
@@ -49,8 +49,8 @@ class PlaneHints:
     """Runs of rows (first, end) by node and unknown; slopes by ReLU; slopes by output element."""
 
     met: Mapping[tuple[str, str], tuple[int, ...]]
-    slopes: Mapping[str, Bent]
-    searched: tuple[Searched, ...]
+    slopes: Mapping[str, ReluSlopes]
+    searched: tuple[ElementSlopes, ...]
 
 
 def parse_planes(value: object, place: str, block: Block) -> PlaneHints:
@@ -79,8 +79,8 @@ def _met(record: Reader, nodes: Mapping[str, Node]) -> dict[tuple[str, str], tup
     return found
 
 
-def _slopes(record: Reader, nodes: Mapping[str, Node]) -> dict[str, Bent]:
-    found: dict[str, Bent] = {}
+def _slopes(record: Reader, nodes: Mapping[str, Node]) -> dict[str, ReluSlopes]:
+    found: dict[str, ReluSlopes] = {}
     for item in record.items("slopes"):
         entry = Reader(item, f"{record.place} slopes", "document/planes").exactly(
             "of", "at", "values"
@@ -91,11 +91,13 @@ def _slopes(record: Reader, nodes: Mapping[str, Node]) -> dict[str, Bent]:
         at = _array(entry, "at")
         if at.dtype != "bool" or at.shape != nodes[name].shape:
             raise entry.fail("must say of every element whether it is one")
-        found[name] = Bent(at, _numbers(entry, at.data.count(1)))
+        found[name] = ReluSlopes(at, _numbers(entry, at.data.count(1)))
     return found
 
 
-def _searched(record: Reader, slopes: Mapping[str, Bent], outputs: int) -> tuple[Searched, ...]:
+def _searched(
+    record: Reader, slopes: Mapping[str, ReluSlopes], outputs: int
+) -> tuple[ElementSlopes, ...]:
     items = record.items("searched")
     if len(items) > MOST_SEARCHED:
         raise Rejected("document/planes", f"{len(items)} elements of the output with own slopes")
@@ -108,7 +110,7 @@ def _searched(record: Reader, slopes: Mapping[str, Bent], outputs: int) -> tuple
         element = entry.integer("element", 0)
         if element >= outputs:
             raise entry.fail("must be of an element of the output")
-        found.append(Searched(element, entry.choice("side", SIDES), _numbers(entry, total)))
+        found.append(ElementSlopes(element, entry.choice("side", SIDES), _numbers(entry, total)))
     if len({(one.element, one.side) for one in found}) != len(found):
         raise record.fail("has an element of the output twice")
     return tuple(found)

@@ -13,11 +13,11 @@ from kcdsl.cli.common.options import (
     RECHECK,
     OutputFormat,
     Stage,
-    Trusts,
+    TrustOptions,
     format_option,
     register_option,
 )
-from kcdsl.cli.common.output import deliver, long_progress, print_json
+from kcdsl.cli.common.output import long_progress, print_json, write_text
 from kcdsl.diagnostics.render.terminal import (
     BOLD,
     DIM,
@@ -44,7 +44,7 @@ OTHER_KERNELS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckCommand(Trusts):
+class CheckCommand(TrustOptions):
     """Verify signature, triple, freshness and coverage of a certificate."""
 
     certificates: tuple[str, ...] = argument(
@@ -101,7 +101,7 @@ class CheckCommand(Trusts):
 
     def _write_expectation(self, expectation: Expectation) -> None:
         if self.write_expectation is not None:
-            deliver(json_text(expectation.to_json(), indent=1), self.write_expectation)
+            write_text(json_text(expectation.to_json(), indent=1), self.write_expectation)
 
 
 def print_report(combined: Combined) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kcdsl.api.contract import read_contract
 from kcdsl.cli.common import argument, value, values
-from kcdsl.cli.common.options import OutputFormat, Trusts, format_option, output_option
+from kcdsl.cli.common.options import OutputFormat, TrustOptions, format_option, output_option
 from kcdsl.cli.common.output import print_json
 from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.exits import Exit
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetCommand(Trusts):
+class FleetCommand(TrustOptions):
     """List the kernels of a fleet that agree under a contract, by the certificates of their
     pairs."""
 

@@ -16,7 +16,7 @@ from kcdsl.cli.common.options import (
     KERNELS,
     OutputFormat,
     Stage,
-    Trusts,
+    TrustOptions,
     contract_argument,
     fingerprints_in,
     format_option,
@@ -77,7 +77,7 @@ class OfSlot(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromoteCommand(OfSlot, Trusts):
+class PromoteCommand(OfSlot, TrustOptions):
     """Advance, hold, freeze or roll back a candidate, by the evidence of a stage."""
 
     evidence: tuple[str, ...] = argument(

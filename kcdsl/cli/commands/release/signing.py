@@ -20,12 +20,12 @@ from kcdsl.cli.common.options import (
     PLAIN_HTTP,
     OutputFormat,
     Stage,
-    Trusts,
+    TrustOptions,
     format_option,
     output_option,
     register_option,
 )
-from kcdsl.cli.common.output import deliver, print_json, say
+from kcdsl.cli.common.output import print_json, say, write_text
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import CANNOT_SIGN, INPUT_OUTPUT, USAGE
 from kcdsl.diagnostics.render.terminal import one_line
@@ -233,7 +233,7 @@ def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
     else:
         yield "earlier", f"{body.path} (sha256:{body.base})"
         for item in body.carried:
-            yield item.id if item.slice is None else f"{item.id} [{item.slice}]", "goes over"
+            yield item.id if item.slice is None else f"{item.id} [{item.slice}]", "transferred"
     for text in body.assumptions:
         yield "assumes", text
 
@@ -242,7 +242,7 @@ def _rows(admitted: Admitted) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowCommand(Trusts):
+class ShowCommand(TrustOptions):
     """Show a certificate in readable form: claims, evidence, signers, and the result of a check."""
 
     certificate: str = argument("CERT", "a certificate or a weights transfer, by any signer")
@@ -273,7 +273,7 @@ class ShowCommand(Trusts):
         if self.html is not None:
             from kcdsl.verdict.html.certificate import certificate_page
 
-            deliver(certificate_page(view), self.html)
+            write_text(certificate_page(view), self.html)
             say(f"wrote {self.html}")
             say(view.headline[1])
         if self.format is OutputFormat.JSON:
@@ -289,7 +289,7 @@ class ShowCommand(Trusts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompanionsCommand(Trusts):
+class CompanionsCommand(TrustOptions):
     """Check certificates and attest the result for an image, in formats that other tools verify."""
 
     certificates: tuple[str, ...] = argument("CERT", "certificates of one triple and stage", "+")

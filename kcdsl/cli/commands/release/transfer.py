@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.api.backends import formal_backend
 from kcdsl.api.contract import Contract, read_contract, refuse_foreign_code
 from kcdsl.cli.common import argument, switch, value
-from kcdsl.cli.common.execution import RunsCode, Signs
+from kcdsl.cli.common.execution import CodeOptions, SigningOptions
 from kcdsl.cli.common.options import (
     KERNELS,
     RECHECK,
     OutputFormat,
-    Trusts,
+    TrustOptions,
     fingerprints_in,
     format_option,
     output_option,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferCommand(Trusts, RunsCode, Signs):
+class TransferCommand(TrustOptions, CodeOptions, SigningOptions):
     """Transfer the results of a certificate to later weights, by comparing the weights."""
 
     certificate: str = argument("CERT", "a certificate of `kcdsl verify`")
@@ -191,7 +191,7 @@ def _refused(report: Report, path: Path, as_json: bool) -> None:
     for check in report.checks:
         if check.reason in report.reasons:
             print(printable(f"{path}: {check.name}: {check.detail} ({check.reason})"))
-    print(one_line(f"{path} is not valid, so nothing of it goes over"))
+    print(one_line(f"{path} is not valid, so nothing of it is transferred"))
 
 
 def _show(found: TransferPlan, target: Path | None, as_json: bool) -> None:
@@ -211,15 +211,15 @@ def _show(found: TransferPlan, target: Path | None, as_json: bool) -> None:
 
     rows = []
     for item in found.carried:
-        why = "follows from a result that goes over"
+        why = "follows from a result that is transferred"
         if item.weights is not None and item.moved is not None:
             why = f"{item.tensor} moved most, by {item.moved:.3g} of {real_text(item.weights)}"
-        rows.append((_label(item), Text("✓ goes over", style="green"), why))
+        rows.append((_label(item), Text("✓ transferred", style="green"), why))
     for left in found.left:
         place = "" if left.element is None else f"{left.tensor}{list(left.element)}: "
         where = "" if left.block is None else f"{left.block}: "
         why = f"{where}{place}{left.detail}"
-        rows.append((_label(left), Text("✗ stays behind", style="yellow"), why))
+        rows.append((_label(left), Text("✗ not transferred", style="yellow"), why))
     print_on(sys.stdout, table(("clause", "", "why"), rows, pad_edge=False, padding=(0, 1)))
     blocks = sorted({item.block for item in found.left if item.block is not None})
     if blocks:

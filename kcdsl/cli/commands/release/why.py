@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kcdsl.cli.commands.release.promotion import digest
 from kcdsl.cli.common import argument, values
-from kcdsl.cli.common.execution import Device, RunsCode, device_option
+from kcdsl.cli.common.execution import CodeOptions, Device, device_option
 from kcdsl.cli.common.options import OutputFormat, format_option, register_option, register_place
 from kcdsl.cli.common.output import print_json, progress_bars
 from kcdsl.exits import Exit
@@ -24,7 +24,7 @@ def _named_checkpoint(text: str) -> tuple[str, Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhyCommand(RunsCode):
+class WhyCommand(CodeOptions):
     """Find why a triple failed: loose contract, regressed kernels, or the model update."""
 
     trace: str = argument("TRACE", "trace.parquet, or report.json, of the triple that failed")

@@ -183,7 +183,7 @@ Found = dict[tuple[str, str], Tokens]
 """Counts by (slice, metric)."""
 
 
-def count_tokens(database: Database, slice_of: str, asked: Sequence[Asked]) -> Found:
+def count_tokens(database: Database, slice_of: str, asked: Sequence[WantedCounts]) -> Found:
     """Count the tokens of every slice; raises Refusal (KC680) for a row without one."""
     table = database.table
     width = sum(table.metrics[one.metric] for one in asked if one.quantiles)
@@ -200,7 +200,7 @@ def count_tokens(database: Database, slice_of: str, asked: Sequence[Asked]) -> F
     return counted
 
 
-def _found(rows: Sequence[dict[str, Any]], asked: Sequence[Asked]) -> Found:
+def _found(rows: Sequence[dict[str, Any]], asked: Sequence[WantedCounts]) -> Found:
     found: Found = {}
     for row in rows:
         if row["slice"] is None:
@@ -216,7 +216,9 @@ def _found(rows: Sequence[dict[str, Any]], asked: Sequence[Asked]) -> Found:
     return found
 
 
-def _percentiles(database: Database, slice_of: str, one: Asked, counted: Found, room: int) -> Found:
+def _percentiles(
+    database: Database, slice_of: str, one: WantedCounts, counted: Found, room: int
+) -> Found:
     """Return the counts of one metric with its percentiles, in as many queries as memory needs."""
     most = max(1, room // database.table.metrics[one.metric])
     own = {name: found for (name, metric), found in counted.items() if metric == one.metric}
@@ -366,7 +368,7 @@ class ValueLimit:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WantedCounts:
     """The counts wanted of one metric: values beyond each limit, and the q of percentiles."""
 
     metric: str
@@ -374,7 +376,9 @@ class Asked:
     quantiles: tuple[Fraction, ...] = ()
 
 
-def token_query(slice_of: str, asked: Sequence[Asked], only: Sequence[str] | None = None) -> str:
+def token_query(
+    slice_of: str, asked: Sequence[WantedCounts], only: Sequence[str] | None = None
+) -> str:
     """Return the query of counts and percentiles of tokens, one row per slice.
 
     Columns: slice, rows, then of metric i: values_i, beyond_i_j for each limit, ranks_i.

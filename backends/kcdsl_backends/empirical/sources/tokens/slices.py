@@ -33,7 +33,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class SliceMember:
     """A slice: the rows with `named` in the column of slices that satisfy `where` (None: no
     condition)."""
 
@@ -42,7 +42,7 @@ class Member:
     named: str | None
 
 
-def membership(table: TokenTable, members: Sequence[Member] | None) -> str:
+def membership(table: TokenTable, members: Sequence[SliceMember] | None) -> str:
     """Return the expression of the slice of a row; one row for each slice it belongs to.
 
     `members` None stands for every slice that the column names.
@@ -68,7 +68,7 @@ def membership(table: TokenTable, members: Sequence[Member] | None) -> str:
     return f"unnest(list_filter([{listed}], lambda name: name IS NOT NULL))"
 
 
-def belonging(table: TokenTable, members: Sequence[Member]) -> list[str]:
+def belonging(table: TokenTable, members: Sequence[SliceMember]) -> list[str]:
     """Return the condition of each slice on its rows."""
     found = []
     for member in members:
@@ -197,7 +197,7 @@ def _test(column: str, op: str, value: str | bool | Fraction, kind: str) -> str:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def check_rows(database: Database, members: Sequence[Member] | None) -> None:
+def check_rows(database: Database, members: Sequence[SliceMember] | None) -> None:
     """Refuse a table whose rows do not belong to one request, one slice and one position each.
 
     `members` are the wanted slices; None stands for every slice that the column names. Raises
@@ -263,7 +263,7 @@ def _positions(message: str) -> Refusal:
     )
 
 
-def left_out(database: Database, members: Sequence[Member] | None) -> int:
+def left_out(database: Database, members: Sequence[SliceMember] | None) -> int:
     """Return the number of rows outside all wanted slices."""
     tests = [] if members is None else belonging(database.table, members)
     if not tests or "TRUE" in tests:

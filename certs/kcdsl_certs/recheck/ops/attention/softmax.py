@@ -150,7 +150,7 @@ def _chosen(
     one = scores.box
     around = Box(one.lo[None], one.hi[None])
     if scores.steps is not None:
-        most = min(cases.SCORES, cases.room(form.shape))
+        most = min(cases.SCORES, cases.choices_allowed(form.shape))
         found = cases.chosen(scores.steps.ends.in_one_case(), form.reference, most)
         around = Box(found.lo, found.hi)
     formed = box.widen(probabilities(around, allowed), error)

@@ -143,7 +143,7 @@ def _in_cases(p: Form, v: Form, error: Floats) -> Cases | None:
     choices = None if p.steps is None else p.steps.choices
     if choices is None:
         return None
-    left = cases.room(error.shape) - int(math.log2(len(choices.lo)))
+    left = cases.choices_allowed(error.shape) - int(math.log2(len(choices.lo)))
     worth = np.abs(v.reference).sum(axis=-1)[..., None, :]
     return cases.product(cases.chosen(choices, worth, left), v.box, error)
 

@@ -9,11 +9,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.cli.commands.release.register.text import plain, print_audit, rows_of, said
+from kcdsl.cli.commands.release.register.text import event_line, plain, print_audit, rows_of
 from kcdsl.cli.common import argument, choice, switch, value, values
 from kcdsl.cli.common.options import (
     OutputFormat,
-    Trusts,
+    TrustOptions,
     format_option,
     output_option,
     register_option,
@@ -84,7 +84,7 @@ OPTIONS: Mapping[str, tuple[RegisterAction, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegisterCommand(Trusts):
+class RegisterCommand(TrustOptions):
     """Manage a register of certificates: record, revoke, list and audit."""
 
     action: RegisterAction = choice(
@@ -314,7 +314,7 @@ def _print_log(command: RegisterCommand, register: Register) -> None:
 
     for event in register.events(command.since):
         begin = f"{event.number:>5}  {time_text(event.time)}  {event.kind.value:<11}"
-        print(one_line(f"{begin}  {said(event)}"))
+        print(one_line(f"{begin}  {event_line(event)}"))
 
 
 def _head(command: RegisterCommand, place: str) -> Exit:

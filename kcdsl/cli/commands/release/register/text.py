@@ -47,7 +47,7 @@ def plain(event: Event) -> dict[str, Any]:
     }
 
 
-def said(event: Event) -> str:
+def event_line(event: Event) -> str:
     """Return an event in one line."""
     from kcdsl.release.register import EventKind
     from kcdsl.release.register.records import RUN
