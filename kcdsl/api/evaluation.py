@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import choose_device, measuring_backend, solver_if_installed
 from kcdsl.api.contract import Contract, refuse_foreign_code, refuse_values, results_folder
-from kcdsl.api.results import TableResult, no_progress, offered, quiet
+from kcdsl.api.results import TableResult, discard_message, no_progress, offered
 from kcdsl.api.verification import recording
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
@@ -63,7 +63,7 @@ class EvaluateSettings:
     allow_code: bool = False
     more: Sequence[tuple[Path, Callable[[Report], bytes]]] = ()
     progress: Callable[[], AbstractContextManager[Progress]] = no_progress
-    tell: Callable[[str], None] = quiet
+    tell: Callable[[str], None] = discard_message
 
     def __post_init__(self) -> None:
         refuse_values(self)

@@ -93,5 +93,5 @@ def no_progress() -> Iterator[Progress]:
     yield lambda stage, done, total: None
 
 
-def quiet(text: str) -> None:
+def discard_message(text: str) -> None:
     """Discard the message."""

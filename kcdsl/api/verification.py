@@ -22,7 +22,7 @@ from kcdsl.api.backends import (
 )
 from kcdsl.api.contract import Contract, refuse_foreign_code, refuse_values, results_folder
 from kcdsl.api.portfolio import AUTO, decide_together
-from kcdsl.api.results import TableResult, no_progress, quiet
+from kcdsl.api.results import TableResult, discard_message, no_progress
 from kcdsl.diagnostics import Refusal, Severity, refuse
 from kcdsl.diagnostics.codes import (
     NO_BACKEND,
@@ -88,7 +88,7 @@ class VerifySettings:
     lifetime: timedelta = field(default_factory=lambda: timedelta(days=90))
     allow_code: bool = False
     progress: Callable[[], AbstractContextManager[Progress]] = no_progress
-    tell: Callable[[str], None] = quiet
+    tell: Callable[[str], None] = discard_message
 
     def __post_init__(self) -> None:
         refuse_values(self)

@@ -183,7 +183,7 @@ def _compatible(
     taken: list[Edit] = []
     for diagnostic in offered:
         fix = diagnostic.fix
-        if fix is None or not mends(fix, unsafe):
+        if fix is None or not is_applied(fix, unsafe):
             continue
         if diagnostic.source is None or diagnostic.source.name != source.name:
             continue
@@ -193,6 +193,6 @@ def _compatible(
     return chosen
 
 
-def mends(fix: Fix | None, unsafe: bool) -> bool:
+def is_applied(fix: Fix | None, unsafe: bool) -> bool:
     """Return whether `--fix` (or `--unsafe-fixes`) would apply a fix."""
     return fix is not None and (fix.safe or unsafe)

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse
-from kcdsl.check.layout import Layout, layout, reduced, stands_alone
+from kcdsl.check.layout import Layout, is_separate_yaml, layout, reduced
 from kcdsl.check.sections.libraries import Texts
 from kcdsl.diagnostics.codes import UNCOVERED_TRACE
 from kcdsl.diagnostics.model import Diagnostic, Sink
@@ -94,7 +94,7 @@ class Incremental:
         """Return the findings of the reduced document; None where they may be incomplete."""
         texts = [source.text[span.start : span.end] for span in found.clauses]
         kept = {i for i, t in enumerate(texts) if t not in self._clean or t in self._observing}
-        if not all(stands_alone(texts[i], found.names[i]) for i in kept):
+        if not all(is_separate_yaml(texts[i], found.names[i]) for i in kept):
             return None
         kept |= _witnesses(found.context, texts)
         part, sink = SourceFile(source.name, reduced(source.text, found, kept)), Sink()

@@ -83,7 +83,7 @@ def reduced(text: str, found: Layout, kept: Container[int]) -> str:
     return "".join([*pieces, text[found.clauses[-1].end :]])
 
 
-def stands_alone(text: str, name: str) -> bool:
+def is_separate_yaml(text: str, name: str) -> bool:
     """Return whether the text of a clause alone is YAML with one entry of that name."""
     root = parse_yaml(SourceFile("", text), Sink())
     return isinstance(root, Mapping) and [e.key.text for e in root.entries] == [name]
@@ -109,7 +109,7 @@ def recover(source: SourceFile, first: Sink, check: Check) -> Sink:
         return first
     text = source.text
     pieces = [text[span.start : span.end] for span in found.clauses]
-    broken = [i for i, piece in enumerate(pieces) if not stands_alone(piece, found.names[i])]
+    broken = [i for i, piece in enumerate(pieces) if not is_separate_yaml(piece, found.names[i])]
     if not broken:
         return first
     errors = Sink()

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(words: list[str]) -> int:
     """Run one command; convert exceptions to a diagnostic and an exit code."""
-    from kcdsl.cli.process import abandon_stdout
+    from kcdsl.cli.process import discard_stdout
 
     traceback = "--traceback" in words or os.environ.get("KCDSL_TRACEBACK") == "1"
     try:
@@ -52,7 +52,7 @@ def _guarded(words: list[str]) -> int:
         report(refusal.diagnostics)
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # so a rich console ends a process
-            abandon_stdout()
+            discard_stdout()
         else:
             report(
                 [
@@ -67,7 +67,7 @@ def _guarded(words: list[str]) -> int:
         print("kcdsl: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        abandon_stdout()
+        discard_stdout()
     except Exception as error:
         if traceback:
             raise

@@ -102,7 +102,7 @@ def mend_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def abandon_stdout() -> None:
+def discard_stdout() -> None:
     """Redirect stdout to the null device, so that the interpreter does not fail again at exit."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -113,7 +113,7 @@ def suggest(name: str, allowed: Iterable[str], listed: str = "allowed") -> str:
     names = list(allowed)
     close = nearest(name, names)
     if close is not None:
-        text = meant(close, f"did you mean `{close}`?")
+        text = did_you_mean(close, f"did you mean `{close}`?")
         text.same = close.lower() == name.lower()
         return text
     return f"{listed}: {', '.join(names)}" if names else f"{listed}: none"
@@ -128,7 +128,7 @@ def refuse_unknown(
             raise refuse(code, f"{said} {name[:80]!r}", help=suggest(name, known, listed))
 
 
-def meant(name: str, text: str) -> Suggestion:
+def did_you_mean(name: str, text: str) -> Suggestion:
     """Return a help text that suggests a name."""
     found = Suggestion(text)
     found.nearest = name

@@ -18,7 +18,7 @@ SCHEMA = "kcdsl.training/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Withheld:
+class ExcludedParts:
     """The numbers of parts of a program that are excluded from training."""
 
     clauses: int
@@ -35,7 +35,7 @@ class Withheld:
         return ", ".join(parts) or "nothing"
 
 
-def for_training(program: Program) -> tuple[Program, Withheld]:
+def for_training(program: Program) -> tuple[Program, ExcludedParts]:
     """Return the program without held-out clauses and the parts that only they need, and counts."""
     clauses = tuple(clause for clause in program.clauses if not clause.holdout)
     slices: set[str] = set()
@@ -56,7 +56,7 @@ def for_training(program: Program) -> tuple[Program, Withheld]:
         data=program.data if any(s.data is None for s in kept) else None,
         imports=(),
     )
-    withheld = Withheld(
+    withheld = ExcludedParts(
         len(program.clauses) - len(clauses),
         len(program.slices) - len(kept),
         len(program.tables) - len(tables),

@@ -122,7 +122,7 @@ def _action(question: Question, item: Action) -> lsp.CodeAction:
 # --- at a place ----------------------------------------------------------------------------------
 
 
-def hovered(question: Question, params: lsp.HoverParams) -> lsp.Hover | None:
+def hover_text(question: Question, params: lsp.HoverParams) -> lsp.Hover | None:
     """Return the hover text at a position."""
     view, ranges, offset = question.at(params.position)
     found = hover(view, offset)
@@ -148,7 +148,7 @@ def defined(question: Question, params: lsp.DefinitionParams) -> list[lsp.Locati
     return [ranges.location(target) for target in with_open_texts(found, question.snapshot)]
 
 
-def referred(question: Question, params: lsp.ReferenceParams) -> list[lsp.Location]:
+def reference_locations(question: Question, params: lsp.ReferenceParams) -> list[lsp.Location]:
     """Return the locations of the uses of a name."""
     view, ranges, offset = question.at(params.position)
     uri, declaration = question.snapshot.document.uri, params.context.include_declaration
@@ -193,7 +193,7 @@ def coloured(question: Question, params: lsp.SemanticTokensParams) -> lsp.Semant
     return lsp.SemanticTokens(decorations.encode(found, lines, question.encoding))
 
 
-def hinted(question: Question, params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
+def inlay_hints(question: Question, params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
     """Return the hints in a range."""
     span = question.ranges.span(params.range)
     view, ranges, _ = question.settled(question.snapshot.near(span))
@@ -202,7 +202,7 @@ def hinted(question: Question, params: lsp.InlayHintParams) -> list[lsp.InlayHin
     return decorations.hints(view, span, ranges)
 
 
-def lensed(question: Question, params: lsp.CodeLensParams) -> list[lsp.CodeLens]:
+def clause_commands(question: Question, params: lsp.CodeLensParams) -> list[lsp.CodeLens]:
     """Return the commands above the clauses."""
     return decorations.lenses(question.snapshot, question.ranges)
 
@@ -220,7 +220,7 @@ FEATURES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
             inter_file_dependencies=True, workspace_diagnostics=False, identifier="kcdsl"
         ),
     ),
-    lsp.TEXT_DOCUMENT_HOVER: (hovered, None, None),
+    lsp.TEXT_DOCUMENT_HOVER: (hover_text, None, None),
     lsp.TEXT_DOCUMENT_COMPLETION: (
         completed,
         lsp.CompletionList(is_incomplete=True, items=[]),
@@ -232,13 +232,13 @@ FEATURES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
         lsp.CodeActionOptions(code_action_kinds=[QUICK_FIX, FIX_ALL]),
     ),
     lsp.TEXT_DOCUMENT_DEFINITION: (defined, [], None),
-    lsp.TEXT_DOCUMENT_REFERENCES: (referred, [], None),
+    lsp.TEXT_DOCUMENT_REFERENCES: (reference_locations, [], None),
     lsp.TEXT_DOCUMENT_PREPARE_RENAME: (renamable, None, None),
     lsp.TEXT_DOCUMENT_RENAME: (renamed, None, None),
     lsp.TEXT_DOCUMENT_DOCUMENT_SYMBOL: (symbols, [], None),
     lsp.TEXT_DOCUMENT_FORMATTING: (formatted, [], None),
     lsp.TEXT_DOCUMENT_SEMANTIC_TOKENS_FULL: (coloured, None, _LEGEND),
-    lsp.TEXT_DOCUMENT_INLAY_HINT: (hinted, [], None),
-    lsp.TEXT_DOCUMENT_CODE_LENS: (lensed, [], lsp.CodeLensOptions(resolve_provider=False)),
+    lsp.TEXT_DOCUMENT_INLAY_HINT: (inlay_hints, [], None),
+    lsp.TEXT_DOCUMENT_CODE_LENS: (clause_commands, [], lsp.CodeLensOptions(resolve_provider=False)),
 }
 """Method -> its handler, the answer if it fails, and its options."""

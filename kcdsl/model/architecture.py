@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.checkpoint.modules import (
-    FilledAsItRuns,
     HeldWeights,
+    StreamedWeights,
     WeightReader,
     fill,
     fill_with_zeros,
-    filled_as_it_runs,
     transposed_names,
+    with_streamed_weights,
 )
 from kcdsl.model.checkpoint.served import ServedWeights
 from kcdsl.model.checkpoint.tensors import (
@@ -206,9 +206,9 @@ class Model:
         elif self.by_block:
             fill(part, self._keys_by_parameter(), self.weights)
 
-    def filled_as_it_runs(self, part: nn.Module, weights: WeightReader) -> nn.Module:
+    def with_streamed_weights(self, part: nn.Module, weights: WeightReader) -> nn.Module:
         """Return a part of the module whose submodules load their weights when they run."""
-        return FilledAsItRuns(part, self._keys_by_parameter(), weights)
+        return StreamedWeights(part, self._keys_by_parameter(), weights)
 
     def _keys_by_parameter(self) -> dict[int, str]:
         named = self.module.named_parameters(remove_duplicate=False)
@@ -272,7 +272,7 @@ class Model:
         running = nullcontext() if self.built_in else unchanged(self.module)
         if self.by_block:
             keys = self._keys_by_parameter()
-            running = filled_as_it_runs(self.module, keys, self.weights)
+            running = with_streamed_weights(self.module, keys, self.weights)
         try:
             with torch.no_grad(), running:
                 self.module(ids)

@@ -253,7 +253,7 @@ def _recorded_factory(target: str, config: dict[str, Any], files: Artefacts) -> 
     source = find_module(imported, [str(files.base), *filter(None, sys.path)])
     if source is not None:
         files.record(name, file_digest(source))
-    own_code.watch(imported, source, files.base)
+    own_code.record_imports(imported, source, files.base)
     module = _from_factory(target, config, files.base)
     if source is not None:
         files.record(name, file_digest(source))

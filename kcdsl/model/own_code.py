@@ -102,7 +102,7 @@ def _is_below(places: tuple[Path, Path], roots: Collection[Path]) -> bool:
     )
 
 
-def watch(name: str, source: Path | None, base: Path) -> None:
+def record_imports(name: str, source: Path | None, base: Path) -> None:
     """Import a module and its contract's other own modules from source from now on, and record
     them.
 

@@ -89,7 +89,7 @@ class ForeignBackend:
             told = _answers(document, goals, self.name, seconds)
         except Rejected as error:
             raise self._unusable(error.detail or error.reason) from error
-        return tuple(believed(program, base, outcome, device) for outcome in told)
+        return tuple(verified_outcome(program, base, outcome, device) for outcome in told)
 
     def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
         """Return a lower bound of the number of rows of each slice, without the model's
@@ -236,7 +236,9 @@ def _case(record: Fields) -> CaseOutcome:
 # --- what is believed ----------------------------------------------------------------------------
 
 
-def believed(program: Program, base: Path, outcome: GoalOutcome, device: str) -> GoalOutcome:
+def verified_outcome(
+    program: Program, base: Path, outcome: GoalOutcome, device: str
+) -> GoalOutcome:
     """Return a verified outcome: an unproved verdict becomes inconclusive, and an impossible one
     invalid evidence."""
     attained = [case.attack for case in outcome.cases if case.attack is not None]

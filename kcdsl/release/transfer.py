@@ -38,7 +38,7 @@ NON_CLAIMS = (
 )
 
 
-class Stated(Protocol):
+class StatedCase(Protocol):
     """A case of a goal with the later weights: name, graph digest, and region as in a proof."""
 
     @property
@@ -49,7 +49,7 @@ class Stated(Protocol):
     def region(self) -> Mapping[str, Any]: ...
 
 
-Regions = Callable[[str], Sequence[Stated]]
+Regions = Callable[[str], Sequence[StatedCase]]
 """Returns the cases of a clause with the later weights."""
 
 

@@ -41,7 +41,7 @@ CHAIN_METRICS = frozenset({"tv", "kl", "log_ratio", "reward_delta", "grad_bias"}
 _PROOFS = {EvidenceKind.PROOF, EvidenceKind.PROOF_REAL}
 
 
-class Blame(NamedTuple):
+class UncoveredReason(NamedTuple):
     """One reason with its place."""
 
     reason: str
@@ -52,7 +52,7 @@ class Placement(NamedTuple):
     """A fragment with the reasons for it; the first is the decisive one."""
 
     fragment: Fragment
-    blame: tuple[Blame, ...]
+    blame: tuple[UncoveredReason, ...]
 
 
 def classify(clause: Clause) -> Placement:
@@ -66,7 +66,7 @@ def classify(clause: Clause) -> Placement:
         and _in_chain(clause.require)
     ):
         reason = "a proof is demanded of a statistic that the bound chain derives"
-        return Placement(Fragment.IMPLIED, (Blame(reason, placement.blame[0].span),))
+        return Placement(Fragment.IMPLIED, (UncoveredReason(reason, placement.blame[0].span),))
     return placement
 
 
@@ -89,8 +89,8 @@ def _in_chain(formula: Formula) -> bool:
     return bool(metrics) and all(metric.name in CHAIN_METRICS for metric in metrics)
 
 
-def _outside(reason: str, span: Span, *more: Blame) -> Placement:
-    return Placement(Fragment.OUTSIDE, (Blame(reason, span), *more))
+def _outside(reason: str, span: Span, *more: UncoveredReason) -> Placement:
+    return Placement(Fragment.OUTSIDE, (UncoveredReason(reason, span), *more))
 
 
 def _place(formula: Formula) -> Placement:
@@ -98,7 +98,9 @@ def _place(formula: Formula) -> Placement:
         case Quantified():
             return _quantified(formula)
         case HasFields(span=span):
-            return Placement(Fragment.TRACE_FIELDS, (Blame("fields of every trace record", span),))
+            return Placement(
+                Fragment.TRACE_FIELDS, (UncoveredReason("fields of every trace record", span),)
+            )
         case Compare():
             return _measured(formula)
         case Not(of=of, span=span):
@@ -122,7 +124,7 @@ def _together(op: str, placements: list[Placement], span: Span) -> Placement:
         if placement.fragment is Fragment.OUTSIDE:
             return placement
     found = {placement.fragment for placement in placements}
-    blame = tuple(Blame(str(p.fragment), p.blame[0].span) for p in placements)
+    blame = tuple(UncoveredReason(str(p.fragment), p.blame[0].span) for p in placements)
     if found <= _MEASURED:
         statistical = [p for p in placements if p.fragment is Fragment.STATISTICAL]
         return (statistical or placements)[0]
@@ -152,7 +154,10 @@ def _on_one_slice(clause: Clause) -> Placement | None:
             return _outside(
                 f"one statement about the slices {' and '.join(sorted(named))}",
                 part.span,
-                *(Blame(f"about {q.region.slice}", q.region.span) for q in (first, *others)),
+                *(
+                    UncoveredReason(f"about {q.region.slice}", q.region.span)
+                    for q in (first, *others)
+                ),
             )
     return None
 
@@ -191,21 +196,21 @@ def _observed(formula: Quantified) -> Placement:
         if isinstance(term, Statistic):
             return _outside("a statistic under a quantifier", term.span)
     reason = f"observed drift on the rows of {formula.region.slice}"
-    return Placement(Fragment.STATISTICAL, (Blame(reason, formula.body.span),))
+    return Placement(Fragment.STATISTICAL, (UncoveredReason(reason, formula.body.span),))
 
 
 def _universal(body: Formula) -> Placement:
     match body:
         case NoFlip(block=block, k=k, span=span):
             reason = f"top-{k} of {block} for every input of a region"
-            return Placement(Fragment.UNIVERSAL_FLIP, (Blame(reason, span),))
+            return Placement(Fragment.UNIVERSAL_FLIP, (UncoveredReason(reason, span),))
         case Compare(op=op, left=Norm(of=drift), right=Number()):
             if drift.measured:
                 return _outside("observed and admissible drift in one claim", drift.span)
             if op not in {"<=", "<"}:
                 return _outside(f"`{op}` asks for drift; only upper bounds are proved", body.span)
             reason = f"drift of {drift.block} for every input of a region"
-            return Placement(Fragment.UNIVERSAL_DRIFT, (Blame(reason, body.span),))
+            return Placement(Fragment.UNIVERSAL_DRIFT, (UncoveredReason(reason, body.span),))
         case Compare(left=left, right=right):
             culprit = _first_unusual(left) or _first_unusual(right)
             reason, span = culprit or ("two norms are compared with each other", right.span)
@@ -244,13 +249,13 @@ def _measured(compare: Compare) -> Placement:
     if not names:
         return _outside("the comparison names no metric", compare.span)
     reason = f"measured {' and '.join(names)}"
-    return Placement(Fragment.STATISTICAL, (Blame(reason, compare.left.span),))
+    return Placement(Fragment.STATISTICAL, (UncoveredReason(reason, compare.left.span),))
 
 
 # --- other fragments ------------------------------------------------------------------------------
 
 
-def why_uncovered(clause: Clause, fragments: Collection[Fragment]) -> Blame | None:
+def why_uncovered(clause: Clause, fragments: Collection[Fragment]) -> UncoveredReason | None:
     """Return why a clause is in none of several fragments; None where it is in one.
 
     The reason is that of the closest fragment: one about the same quantities, and among those the
@@ -283,7 +288,7 @@ def _is_strange(requirement: Formula, fragment: Fragment) -> bool:
             return not any(isinstance(part, Compare | NoFlip) for part in walk(requirement))
 
 
-def _candidates(clause: Clause, fragment: Fragment) -> Iterator[Blame]:
+def _candidates(clause: Clause, fragment: Fragment) -> Iterator[UncoveredReason]:
     """Yield the parts that are not in a fragment, outermost and leftmost first."""
     requirement = clause.require
     match fragment:
@@ -291,25 +296,31 @@ def _candidates(clause: Clause, fragment: Fragment) -> Iterator[Blame]:
             yield from _measured_parts(requirement)
             for part in walk(requirement):
                 if isinstance(part, NoFlip):
-                    yield Blame("a statement about the top ranks, not about a norm", part.span)
+                    yield UncoveredReason(
+                        "a statement about the top ranks, not about a norm", part.span
+                    )
             yield from _shape(requirement)
         case Fragment.UNIVERSAL_FLIP:
             yield from _measured_parts(requirement)
             for term in terms_of(requirement):
                 if isinstance(term, Norm):
-                    yield Blame("a norm of the drift, not the top ranks", term.span)
+                    yield UncoveredReason("a norm of the drift, not the top ranks", term.span)
             yield from _shape(requirement)
         case Fragment.STATISTICAL:
             yield from _admissible_parts(requirement)
             if clause.evidence in {EvidenceKind.PROOF, EvidenceKind.PROOF_REAL}:
-                yield Blame("a proof is demanded, and measuring gives none", _start_of(requirement))
+                yield UncoveredReason(
+                    "a proof is demanded, and measuring gives none", _start_of(requirement)
+                )
             for part in walk(requirement):
                 if isinstance(part, HasFields):
-                    yield Blame("fields of trace records, not a measured number", part.span)
+                    yield UncoveredReason(
+                        "fields of trace records, not a measured number", part.span
+                    )
         case Fragment.TRACE_FIELDS:
             for part in walk(requirement):
                 if isinstance(part, Compare | NoFlip):
-                    yield Blame(
+                    yield UncoveredReason(
                         "a statement about numbers, not about trace fields", _start_of(part)
                     )
         case Fragment.IMPLIED:
@@ -324,68 +335,74 @@ def _start_of(formula: Formula) -> Span:
     return formula.left.span if isinstance(formula, Compare) else formula.span
 
 
-def _measured_parts(requirement: Formula) -> Iterator[Blame]:
+def _measured_parts(requirement: Formula) -> Iterator[UncoveredReason]:
     """Yield parts about observed values, which are not statements about every input."""
     for part in walk(requirement):
         match part:
             case HasFields(span=span):
-                yield Blame("trace records are data of runs, not of every input", span)
+                yield UncoveredReason("trace records are data of runs, not of every input", span)
             case Compare():
                 for term in terms_of(part):
                     if isinstance(term, Statistic):
-                        yield Blame("a statistic of measured data, not a drift", term.span)
+                        yield UncoveredReason(
+                            "a statistic of measured data, not a drift", term.span
+                        )
                     elif isinstance(term, Norm) and term.of.measured:
-                        yield Blame("the drift of the runs that were made", term.of.span)
+                        yield UncoveredReason("the drift of the runs that were made", term.of.span)
             case _:
                 continue
 
 
-def _admissible_parts(requirement: Formula) -> Iterator[Blame]:
+def _admissible_parts(requirement: Formula) -> Iterator[UncoveredReason]:
     """Yield parts about every admissible run, which measurement cannot decide."""
     for part in walk(requirement):
         match part:
             case NoFlip(span=span):
-                yield Blame("quantifies over all admissible runs; a measurement sees a few", span)
+                yield UncoveredReason(
+                    "quantifies over all admissible runs; a measurement sees a few", span
+                )
             case Compare():
                 for term in terms_of(part):
                     if isinstance(term, Norm) and not term.of.measured:
                         reason = "ranges over every admissible run; a measurement sees a few"
-                        yield Blame(reason, term.of.span)
+                        yield UncoveredReason(reason, term.of.span)
             case _:
                 continue
 
 
-def _shape(requirement: Formula) -> Iterator[Blame]:
+def _shape(requirement: Formula) -> Iterator[UncoveredReason]:
     """Yield forms in which a statement about drift is not a single bound for every input."""
     for part in walk(requirement):
         match part:
             case Quantified(quantifier="exists", span=span):
-                yield Blame("`exists` asks for one input, not for all", span)
+                yield UncoveredReason("`exists` asks for one input, not for all", span)
             case Not(span=span):
-                yield Blame("a negation", span)
+                yield UncoveredReason("a negation", span)
             case Connective(op=op, span=span) if op != "and":
-                yield Blame(f"`{op}` joins claims; each bound is decided by itself", span)
+                yield UncoveredReason(f"`{op}` joins claims; each bound is decided by itself", span)
             case _:
                 continue
 
 
-def _not_derivable(clause: Clause) -> Iterator[Blame]:
+def _not_derivable(clause: Clause) -> Iterator[UncoveredReason]:
     """Yield parts that the bound chain does not derive from a bound on the drift of the logits."""
     for part in walk(clause.require):
         if isinstance(part, Quantified):
-            yield Blame("claims drift itself: a premise of the bound chain", part.span)
+            yield UncoveredReason("claims drift itself: a premise of the bound chain", part.span)
         elif isinstance(part, HasFields):
-            yield Blame("no drift bound says which fields a trace has", part.span)
+            yield UncoveredReason("no drift bound says which fields a trace has", part.span)
     for term in terms_of(clause.require):
         if isinstance(term, Metric) and term.name not in CHAIN_METRICS:
-            yield Blame(f"the bound chain derives nothing about {term.name}", term.span)
+            yield UncoveredReason(f"the bound chain derives nothing about {term.name}", term.span)
     for term in terms_of(clause.require):
         if (
             isinstance(term, Statistic)
             and isinstance(term.of, Metric)
             and term.of.name == "log_ratio"
         ):
-            yield Blame("the sign of log_ratio is not bounded; abs(log_ratio) is", term.of.span)
+            yield UncoveredReason(
+                "the sign of log_ratio is not bounded; abs(log_ratio) is", term.of.span
+            )
     if clause.evidence not in {EvidenceKind.PROOF, EvidenceKind.PROOF_REAL}:
         reason = "measured, as long as the clause does not say `evidence: proof`"
-        yield Blame(reason, _start_of(clause.require))
+        yield UncoveredReason(reason, _start_of(clause.require))

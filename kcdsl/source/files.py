@@ -17,7 +17,7 @@ from typing import Any
 
 from kcdsl.diagnostics.codes import FILE_MISSING, INPUT_OUTPUT, NOT_UTF8, TOO_LARGE
 from kcdsl.diagnostics.model import Diagnostic, Refusal, refuse
-from kcdsl.diagnostics.report import Suggestion, meant
+from kcdsl.diagnostics.report import Suggestion, did_you_mean
 from kcdsl.diagnostics.spans import SourceFile, Span
 
 SIZE_LIMIT = 2**20
@@ -311,4 +311,4 @@ def suggest_file(text: str, folder: Path) -> Suggestion | None:
     if close is None:
         return None
     whole = "".join((*text.rpartition("/")[:2], close))
-    return meant(whole, f"did you mean `{whole}`?")
+    return did_you_mean(whole, f"did you mean `{whole}`?")

@@ -326,7 +326,7 @@ _BEHIND = {
 _SURE = {"write the minus sign `-`"}
 
 
-def mended(scalar: Scalar, places: ScalarMap, begin: int, end: int, help: str) -> Fix | None:
+def advised_fix(scalar: Scalar, places: ScalarMap, begin: int, end: int, help: str) -> Fix | None:
     """Return the fix that an advice about the characters `[begin, end)` of an expression describes.
     None if the advice leaves a choice, or if its text needs quotation marks.
     """

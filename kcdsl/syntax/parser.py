@@ -150,9 +150,9 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
         span = places.span(begin, end)
         fix = None
         if help is not None:
-            from kcdsl.syntax.errors import mended
+            from kcdsl.syntax.errors import advised_fix
 
-            fix = mended(scalar, places, begin, end, help)
+            fix = advised_fix(scalar, places, begin, end, help)
         sink.add(Diagnostic(code, message, source, span, help=help, fix=fix))
 
     if not text.strip():

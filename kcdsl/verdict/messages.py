@@ -199,7 +199,7 @@ def looks_in_words(looks: int | None) -> str:
 # --- the context of results -----------------------------------------------------------------------
 
 
-def terse(value: float | None, row: Mapping[str, Any]) -> str:
+def without_implied_unit(value: float | None, row: Mapping[str, Any]) -> str:
     """Return a value as `against` does, without a unit that the metric implies."""
     return distinct_text(value, row["threshold"], scale(row["unit"], row["threshold"]))
 

@@ -85,7 +85,7 @@ class ImpliedClause(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Warned(Record):
+class ClauseWarning(Record):
     """A warning about a clause on a slice, with its diagnostic code."""
 
     code: str
@@ -130,7 +130,7 @@ class Report(DocumentRecord):
     action: str
     notes: tuple[str, ...] = field(default=())
     statistics: Statistics = Statistics()
-    warnings: tuple[Warned, ...] = ()
+    warnings: tuple[ClauseWarning, ...] = ()
     bounding: Mapping[str, Any] = field(default_factory=dict)
     """The numerics of the certified bounds of the whole model, or why there are none."""
     charts: Mapping[str, Any] = field(default_factory=dict)

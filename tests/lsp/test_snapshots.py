@@ -20,7 +20,7 @@ from kcdsl.lsp.features.hover import hover
 from kcdsl.lsp.features.knowledge import description_at, fields_at, values_at
 from kcdsl.lsp.features.navigation import outline
 from kcdsl.lsp.text import documents, reports
-from kcdsl.lsp.text.cursor import mend
+from kcdsl.lsp.text.cursor import repaired_yaml
 from kcdsl.lsp.text.documents import Checker, Snapshot, document
 from kcdsl.lsp.text.positions import NOWHERE
 from kcdsl.lsp.text.reports import latest, verdicts
@@ -61,7 +61,7 @@ TEXT = HEAD + (
     ],
 )
 def test_repaired_document_keeps_positions(broken: str) -> None:
-    found = mend(SourceFile("c", broken))
+    found = repaired_yaml(SourceFile("c", broken))
     assert found is not None
     assert len(found.text) == len(broken)
     assert all(a in {b, " "} for a, b in zip(found.text, broken, strict=True))

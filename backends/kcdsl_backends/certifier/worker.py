@@ -118,7 +118,7 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RejectedTask:
     """A task that was rejected because of its input."""
 
     diagnostics: tuple[Diagnostic, ...]
@@ -146,7 +146,7 @@ class TaskResult:
     """The result of a task and its cost."""
 
     value: object
-    """The value of the task, or `Unfinished`, `Refused` or `Defect`."""
+    """The value of the task, or `Unfinished`, `RejectedTask` or `Defect`."""
     seconds: float
     peak_bytes: int
     found: Lookup | None = None
@@ -230,18 +230,18 @@ def _failures_as_results(started: float) -> Iterator[list[TaskResult]]:
     """Convert an exception of the body to a task result."""
     outcome: list[TaskResult] = []
 
-    def failed(value: Unfinished | Refused | Defect) -> None:
+    def failed(value: Unfinished | RejectedTask | Defect) -> None:
         outcome[:] = [TaskResult(value, time.perf_counter() - started, peak_bytes())]
 
     try:
         yield outcome
     except Refusal as refusal:
-        failed(Refused(refusal.diagnostics))
+        failed(RejectedTask(refusal.diagnostics))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         text = f"{where}{error.strerror or error}"
         help = "free some space, or see whether the file can be read and written"
-        failed(Refused((Diagnostic(codes.INPUT_OUTPUT, text, help=help),)))
+        failed(RejectedTask((Diagnostic(codes.INPUT_OUTPUT, text, help=help),)))
     except OutOfTime:
         failed(Unfinished("not begun within the time limit"))
     except Exception as error:

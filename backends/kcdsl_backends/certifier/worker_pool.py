@@ -13,7 +13,7 @@ from kcdsl.route.catalogue import Execution
 from kcdsl_backends.certifier.worker import (
     Defect,
     Ready,
-    Refused,
+    RejectedTask,
     Task,
     TaskResult,
     Unfinished,
@@ -111,7 +111,7 @@ class WorkerPool:
         def keep(index: int, answer: TaskResult) -> None:
             nonlocal last
             answers[index] = answer
-            if isinstance(answer.value, Refused | Defect):
+            if isinstance(answer.value, RejectedTask | Defect):
                 last = min(last, index)
             if on_answer is not None:
                 on_answer(index, answer)
@@ -241,7 +241,7 @@ def _lost(why: str) -> TaskResult:
 
 def _raise(answer: TaskResult | None) -> None:
     match answer:
-        case TaskResult(value=Refused(diagnostics)):
+        case TaskResult(value=RejectedTask(diagnostics)):
             raise Refusal(diagnostics)
         case TaskResult(value=Defect(kind, message, trace)):
             error = TaskFailed(f"{kind}: {message}")

@@ -203,11 +203,11 @@ class Answer:
     follows: bool | None
     premises: tuple[Claim, ...] = ()
     reasons: tuple[str, ...] = ()
-    refuted: Refuted | None = None
+    refuted: NotImplied | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Refuted:
+class NotImplied:
     """A claim that does not follow from premises; both are in the session.
 
     `share` is given if the implication holds for each unit but the budgets do not suffice: the
@@ -263,7 +263,7 @@ class Pool:
         `may(premise, clause)` allows."""
         used: dict[Claim, None] = {}
         why: dict[str, None] = {}
-        refuted: Refuted | None = None
+        refuted: NotImplied | None = None
         is_open = False
         for claim in _own_claims(claims):
             answer = self._follows(claim, claims, premises, may)
@@ -328,12 +328,12 @@ class Pool:
             return Answer(None)
         match session.fails_if(claim, premises)[0] if premises else Outcome.SAT:
             case Outcome.SAT:
-                return Answer(False, refuted=Refuted(session, claim, tuple(premises)))
+                return Answer(False, refuted=NotImplied(session, claim, tuple(premises)))
             case Outcome.UNSAT:
                 share = _violating_share(session, claim, premises)
                 if share is None:
                     return Answer(None)
-                return Answer(False, refuted=Refuted(session, claim, tuple(premises), share))
+                return Answer(False, refuted=NotImplied(session, claim, tuple(premises), share))
             case _:
                 return Answer(None)
 

@@ -9,7 +9,7 @@ from kcdsl.check.expressions.names import Scope, single_comparison
 from kcdsl.check.expressions.sorts import described
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix, Label
-from kcdsl.diagnostics.report import Reporter, meant, nearest
+from kcdsl.diagnostics.report import Reporter, did_you_mean, nearest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import MIRRORED, terms_of, walk
@@ -220,7 +220,7 @@ def _doubt(field: ast.Name, reporter: Reporter) -> None:
             codes.DOUBTFUL_NAME,
             f"`{field.id}` is no field that every request has",
             field.span,
-            meant(LENGTH, f"did you mean `{LENGTH}`, the number of tokens?"),
+            did_you_mean(LENGTH, f"did you mean `{LENGTH}`, the number of tokens?"),
         )
 
 

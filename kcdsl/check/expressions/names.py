@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix
-from kcdsl.diagnostics.report import Reporter, meant, suggest
+from kcdsl.diagnostics.report import Reporter, did_you_mean, suggest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.terms import ThresholdTable
 from kcdsl.metrics import BUILT_IN, Registry
@@ -325,7 +325,9 @@ def other_unit(name: str) -> str:
     if name in NO_UNITS:
         return NO_UNITS[name]
     known = SPELLINGS.get(name.lower())
-    return suggest(name, UNITS, "units") if known is None else meant(known, f"write `{known}`")
+    return (
+        suggest(name, UNITS, "units") if known is None else did_you_mean(known, f"write `{known}`")
+    )
 
 
 def single_comparison(

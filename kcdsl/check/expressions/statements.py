@@ -32,7 +32,7 @@ from kcdsl.check.expressions.sorts import (
 from kcdsl.check.expressions.terms import block_name, check_input, term, variable_name
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix, Label
-from kcdsl.diagnostics.report import Reporter, meant, suggest
+from kcdsl.diagnostics.report import Reporter, did_you_mean, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import free_variables
@@ -392,6 +392,8 @@ def trace_fields(
                 codes.DOUBTFUL_NAME,
                 f"`{name}` is not one of the well-known trace fields",
                 place,
-                meant(close, f"did you mean `{close}`? Well known: {', '.join(TRACE_FIELDS)}"),
+                did_you_mean(
+                    close, f"did you mean `{close}`? Well known: {', '.join(TRACE_FIELDS)}"
+                ),
             )
     return ir.HasFields(tuple(seen), span)

@@ -25,7 +25,7 @@ from kcdsl.check.expressions.names import (
 from kcdsl.check.expressions.sorts import BLOCK_SORT, SEQUENCE, STATES, wrong_sort
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix, Label
-from kcdsl.diagnostics.report import Reporter, meant, nearest, replacement, suggest, wrapped
+from kcdsl.diagnostics.report import Reporter, did_you_mean, nearest, replacement, suggest, wrapped
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.syntax import ast
@@ -113,7 +113,7 @@ def _unknown_function(call: ast.Call, scope: Scope, reporter: Reporter) -> None:
         return
     help = suggest(name, FUNCTIONS, "functions")
     if known is not None:
-        help = meant(known, f"write `{known}(...)`")
+        help = did_you_mean(known, f"write `{known}(...)`")
     reporter.error(codes.UNKNOWN_FUNCTION, message, place, help)
 
 

@@ -12,7 +12,7 @@ from kcdsl.check.sections.records import check_budget, read_budget, record_formu
 from kcdsl.check.sections.structure import RawClause
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
-from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
+from kcdsl.diagnostics.report import Reporter, did_you_mean, replacement, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.canonical import normal_formula
@@ -158,7 +158,7 @@ def _level(context: _Context) -> ir.Level | None:
     shown = f" `{node.text}`" if isinstance(node, Scalar) else ""
     help = "one of L1, L2, L3"
     if isinstance(node, Scalar) and f"L{node.text[-1:]}" in ir.Level.__members__:
-        help = meant(f"L{node.text[-1]}", f"did you mean `L{node.text[-1]}`?")
+        help = did_you_mean(f"L{node.text[-1]}", f"did you mean `L{node.text[-1]}`?")
     context.reporter.error(codes.NOT_ALLOWED, f"there is no level{shown}", node.span, help)
     return None
 

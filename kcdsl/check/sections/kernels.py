@@ -20,7 +20,7 @@ from kcdsl.check.sections.sources import (
 from kcdsl.check.sections.structure import MODEL_FIELDS
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label, Refusal
-from kcdsl.diagnostics.report import Reporter, meant, replacement, suggest
+from kcdsl.diagnostics.report import Reporter, did_you_mean, replacement, suggest
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model import registry
@@ -203,7 +203,7 @@ def read_kernel(raw: RawKernel | None, reporter: Reporter) -> KernelRef | None:
 def _other_adapter(name: str) -> str:
     longer = f"torch.{name}"
     if is_adapter(longer):
-        return meant(longer, f"did you mean `{longer}`?")
+        return did_you_mean(longer, f"did you mean `{longer}`?")
     return suggest(name, adapter_names(), "adapters")
 
 

@@ -16,7 +16,7 @@ from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import (
     Reporter,
     Suggestion,
-    meant,
+    did_you_mean,
     nearest,
     replacement,
     suggest,
@@ -109,7 +109,7 @@ def _similar(name: str, metrics: Registry) -> Suggestion | None:
     close = nearest(name, sorted(names))
     if close is None or metrics.find_record(close) is None:
         return None
-    return meant(close, f"did you mean `{close}`?")
+    return did_you_mean(close, f"did you mean `{close}`?")
 
 
 def _threshold(

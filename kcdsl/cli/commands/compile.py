@@ -45,7 +45,7 @@ QUESTION_MS = 2000
 """The most milliseconds that a single question to z3 may take."""
 
 
-class Emitted(StrEnum):
+class OutputKind(StrEnum):
     """The output in place of the table of routes."""
 
     IR = "ir"
@@ -64,8 +64,8 @@ class CompileCommand(Command):
     """Check a contract, build its IR and show the route of each clause."""
 
     contract: str | None = contract_argument()
-    emit: Emitted | None = choice(
-        Emitted,
+    emit: OutputKind | None = choice(
+        OutputKind,
         "write canonical JSON instead, the SMT-LIB query for joint satisfiability of all "
         "clauses, or the graph of a block with its weights as an ONNX file",
         group="written",
@@ -96,9 +96,9 @@ class CompileCommand(Command):
 
     def run(self) -> Exit:
         """Compile; diagnostics go to stderr, the table or the IR to stdout or the file."""
-        if (self.emit is Emitted.ONNX) is (self.block is None):
+        if (self.emit is OutputKind.ONNX) is (self.block is None):
             raise refuse(USAGE, "`--emit onnx` and `--block` go together", help=_ONNX_USAGE)
-        if self.emit is Emitted.ONNX and self.output is None:
+        if self.emit is OutputKind.ONNX and self.output is None:
             raise refuse(USAGE, "an ONNX file is not printed", help=_ONNX_USAGE)
         path = find_contract(self.contract, Path())
         source, sink = read_source(path), Sink()
@@ -135,14 +135,14 @@ class CompileCommand(Command):
             sink.add(diagnostic)
         code = Exit.VIOLATED if findings.has_errors else Exit.HELD
         self._print(sink, path, accepted, code, frozenset(findings))
-        if self.emit is Emitted.IR:
+        if self.emit is OutputKind.IR:
             written = document(program) if withheld is None else training_document(full)
             text = written.decode("utf-8") + "\n"
             seen = self.output is None and sys.stdout.isatty()
             write_text(json_for_terminals(text) if seen else text, self.output)
         elif self.block is not None and self.output is not None:
             write_bytes(Path(self.output), _block_model(path, self.block, self.tokens))
-        elif self.emit is Emitted.SMTLIB or self.follows:
+        elif self.emit is OutputKind.SMTLIB or self.follows:
             write_text(_question(program, self.follows), self.output)
         else:
             terminal = self.output is None and sys.stdout.isatty()

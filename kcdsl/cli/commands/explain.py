@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kcdsl.ir.terms import Clause, Program
     from kcdsl.metrics import MetricDefinition, Registry
     from kcdsl.route.catalogue import BackendSpec
-    from kcdsl.route.fragments import Blame
+    from kcdsl.route.fragments import UncoveredReason
     from kcdsl.route.router import Route
 
 _CODE = re.compile(r"(?i)(?:kc)?([0-9]+)")
@@ -198,7 +198,7 @@ class BackendAnswer:
     backend: str
     covers: bool
     reason: str
-    blame: Blame | None
+    blame: UncoveredReason | None
 
 
 def _explain_clause(name: str, given: str | None, format: OutputFormat) -> None:
@@ -339,7 +339,7 @@ def _speaks_of(found: Diagnostic, name: str, analysis: Analysis) -> bool:
 
 def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> BackendAnswer:
     from kcdsl.route.catalogue import Fragment
-    from kcdsl.route.fragments import Blame, classify, why_uncovered
+    from kcdsl.route.fragments import UncoveredReason, classify, why_uncovered
 
     blame = why_uncovered(clause, spec.fragments)
     if blame is not None:
@@ -347,7 +347,7 @@ def _candidate(clause: Clause, spec: BackendSpec, chosen: Route) -> BackendAnswe
     if chosen.fragment is Fragment.IMPLIED and not chosen.premises:
         reason = chosen.why_not[spec.name]
         place = classify(clause).blame[0].span
-        return BackendAnswer(spec.name, False, reason, Blame(reason, place))
+        return BackendAnswer(spec.name, False, reason, UncoveredReason(reason, place))
     if spec.name == chosen.backend:
         return BackendAnswer(
             spec.name, True, "it is the least backend that covers the clause", None
@@ -387,7 +387,7 @@ def _print_table(
             print(render_place(source, item.blame.span, "", sys.stdout))
 
 
-def _text_of(blame: Blame, source: SourceFile) -> str:
+def _text_of(blame: UncoveredReason, source: SourceFile) -> str:
     return source.text[blame.span.start : blame.span.end]
 
 
@@ -418,7 +418,7 @@ def _document(
     }
 
 
-def _place(blame: Blame, source: SourceFile) -> dict[str, object]:
+def _place(blame: UncoveredReason, source: SourceFile) -> dict[str, object]:
     start, end = source.position(blame.span.start), source.position(blame.span.end)
     return {
         "text": _text_of(blame, source),

@@ -278,10 +278,10 @@ class _Session:
             text += f"; {self.fixed} fixed"
         if not any(d.fix for d in shown):
             return text
-        from kcdsl.check.fixing import mends
+        from kcdsl.check.fixing import is_applied
 
-        safe = sum(mends(d.fix, unsafe=False) for d in shown)
-        every = sum(mends(d.fix, unsafe=True) for d in shown)
+        safe = sum(is_applied(d.fix, unsafe=False) for d in shown)
+        every = sum(is_applied(d.fix, unsafe=True) for d in shown)
         if not safe:
             return f"{text}; {every} fixable with --fix --unsafe-fixes"
         more = f", {every - safe} more with --unsafe-fixes" if every > safe else ""

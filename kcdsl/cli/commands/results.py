@@ -186,7 +186,7 @@ class CompareCommand(Command):
         place = load_config(Path()).register_place if self.register is None else self.register
         if place is None or not read:
             return found
-        from kcdsl.release.promotion.recorded import distrusted_reports
+        from kcdsl.release.promotion.recorded import untrusted_reports
         from kcdsl.release.register import Register
 
         reports = {
@@ -194,7 +194,7 @@ class CompareCommand(Command):
             for name, one in read.items()
         }
         with Register.open(place) as register:
-            return distrusted_reports(register, reports) | found
+            return untrusted_reports(register, reports) | found
 
 
 # --- status --------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kcdsl.verdict.outcome import GoalOutcome, Implied
 
 
-class Switch(StrEnum):
+class StepMode(StrEnum):
     """Whether a step is done."""
 
     ON = "on"
@@ -78,10 +78,10 @@ class VerifyCommand(CodeOptions, CertificateOptions):
         "largest probability that independent roundings violate a clause with `evidence: "
         "probabilistic` (default: 1e-9)",
     )
-    attack: Switch = choice(Switch, "also search for counterexamples", Switch.ON)
+    attack: StepMode = choice(StepMode, "also search for counterexamples", StepMode.ON)
     chain: bool = switch("prove blocks stage by stage and show the slack of each stage")
-    confirm: Switch = choice(
-        Switch, "re-derive every proof with the independent checker", Switch.ON
+    confirm: StepMode = choice(
+        StepMode, "re-derive every proof with the independent checker", StepMode.ON
     )
     device: Device = device_option()
     jobs: int | None = jobs_option("cases", "by cores and memory")
@@ -113,8 +113,8 @@ class VerifyCommand(CodeOptions, CertificateOptions):
 
         settings = self.settings(
             VerifySettings,
-            attack=self.attack is Switch.ON,
-            confirm=self.confirm is Switch.ON,
+            attack=self.attack is StepMode.ON,
+            confirm=self.confirm is StepMode.ON,
             progress=progress_bars,
             tell=say,
         )

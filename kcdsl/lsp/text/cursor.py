@@ -1,8 +1,8 @@
 """The cursor in an unfinished document: its path, and a parsable form of the text.
 
 `locate` inserts a unique word at the cursor and finds it in the parsed YAML. If the text around is
-unfinished, the rest of it is left out and open quotes and brackets on the line are closed. `mend`
-blanks clauses or lines that cannot be parsed, which keeps all offsets.
+unfinished, the rest of it is left out and open quotes and brackets on the line are closed.
+`repaired_yaml` blanks clauses or lines that cannot be parsed, which keeps all offsets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kcdsl.check.layout import blank, layout, reduced, stands_alone
+from kcdsl.check.layout import blank, is_separate_yaml, layout, reduced
 from kcdsl.diagnostics.codes import NOT_YAML
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
@@ -200,7 +200,7 @@ _LONGEST = 2**18
 """The largest document to mend, in characters: each blanked line needs a new parse."""
 
 
-def mend(source: SourceFile) -> SourceFile | None:
+def repaired_yaml(source: SourceFile) -> SourceFile | None:
     """Return a text of the same length that is YAML; None where a few blank lines are not enough,
     and for a too long document."""
     if len(source.text) > _LONGEST:
@@ -239,7 +239,7 @@ def _without_broken_clauses(text: str) -> str:
     kept = {
         number
         for number, (span, name) in enumerate(zip(found.clauses, found.names, strict=True))
-        if stands_alone(text[span.start : span.end], name)
+        if is_separate_yaml(text[span.start : span.end], name)
     }
     return reduced(text, found, kept)
 

@@ -24,7 +24,7 @@ from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.terms import Clause, Quantified
-from kcdsl.lsp.text.cursor import mend
+from kcdsl.lsp.text.cursor import repaired_yaml
 from kcdsl.lsp.text.nodes import Occurrence, occurrences
 from kcdsl.lsp.text.positions import NOWHERE, Lines, OffsetMap, offset_map
 from kcdsl.lsp.text.reports import Verdict, verdicts
@@ -117,7 +117,7 @@ class Snapshot:
         """
         if self.analysis.root is not None:
             return self, NOWHERE
-        mended = mend(self.source)
+        mended = repaired_yaml(self.source)
         if mended is not None:
             return self._of(mended), NOWHERE
         if self.good is not None:

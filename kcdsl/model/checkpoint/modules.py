@@ -131,7 +131,7 @@ def _replace(part: nn.Module, value: Callable[[Tensor], Tensor]) -> None:
 
 
 @contextmanager
-def filled_as_it_runs(
+def with_streamed_weights(
     module: nn.Module, keys: Mapping[int, str], weights: WeightReader
 ) -> Iterator[None]:
     """Run a module in this context: each submodule with parameters of its own loads them before it
@@ -178,18 +178,18 @@ def _looked_up(weights: WeightReader, key: str, kind: torch.dtype, ids: Tensor) 
     return weights.rows(key, numbers).to(kind)[places]
 
 
-class FilledAsItRuns(nn.Module):
+class StreamedWeights(nn.Module):
     """A part of a module that holds the weights of one submodule at a time, while that runs."""
 
     def __init__(self, part: nn.Module, keys: Mapping[int, str], weights: WeightReader) -> None:
-        """Store the arguments of `filled_as_it_runs`."""
+        """Store the arguments of `with_streamed_weights`."""
         super().__init__()
         self.part = part
         self._read = keys, weights
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the part."""
-        with filled_as_it_runs(self.part, *self._read):
+        with with_streamed_weights(self.part, *self._read):
             found: Tensor = self.part(x)
         return found
 

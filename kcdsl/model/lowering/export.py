@@ -85,7 +85,7 @@ def _part(
     whole = replace(model, module=converted(model, format))
     along(whole.module, routes)
     part = whole.block(block)
-    return whole.filled_as_it_runs(part, weights) if model.by_block else part
+    return whole.with_streamed_weights(part, weights) if model.by_block else part
 
 
 def _refuse_other_choice(
@@ -100,7 +100,7 @@ def _refuse_other_choice(
     whole = replace(model, module=converted(model, "float64"))
     part = whole.block(graph.block)
     if model.by_block:
-        part = whole.filled_as_it_runs(part, weights)
+        part = whole.with_streamed_weights(part, weights)
     assert entering is not None
     x = entering.to(torch.float64) if entering.is_floating_point() else entering
     with torch.no_grad(), recorded(routers(whole, graph.block)) as seen:

@@ -36,7 +36,7 @@ def chosen_routes(model: Model, block: str, entering: Tensor) -> Routes:
     found = routers(model, block)
     part = model.block(block)
     if model.by_block:
-        part = model.filled_as_it_runs(part, model.weights)
+        part = model.with_streamed_weights(part, model.weights)
     with torch.no_grad(), recorded(found) as seen:
         part(entering)
     return tuple(seen.items())

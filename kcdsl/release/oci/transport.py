@@ -59,7 +59,7 @@ class RegistryAnswer:
     links: str
     """The `Link` headers, joined."""
     _body: HTTPResponse
-    _watch: Watch
+    _watch: ConnectionTimer
 
     def read(self, size: int) -> bytes:
         """Return at most `size` bytes, none at the end; raises Refusal for a truncated answer."""
@@ -175,7 +175,7 @@ class RegistryClient:
         size: int = 0,
     ) -> Iterator[RegistryAnswer]:
         """Send one request to `where`; messages show `named`."""
-        with Watch.over(SECONDS + size / SLOWEST) as watch:
+        with ConnectionTimer.over(SECONDS + size / SLOWEST) as watch:
             try:
                 request = Request(where, data=body, headers=dict(headers), method=method)
                 if token is not None:
@@ -226,7 +226,7 @@ class RegistryClient:
 
 
 @dataclass(slots=True)
-class Watch:
+class ConnectionTimer:
     """Closes the connections of a request at its deadline.
 
     A timeout per read is not enough: a server that sends single bytes slowly would never hit it.
@@ -238,7 +238,7 @@ class Watch:
 
     @classmethod
     @contextmanager
-    def over(cls, seconds: float) -> Iterator[Watch]:
+    def over(cls, seconds: float) -> Iterator[ConnectionTimer]:
         """Watch for `seconds`, or until the end of the context."""
         watch = cls(seconds)
         timer = Timer(seconds, watch._end)
@@ -272,7 +272,7 @@ class Watch:
 class _Held(HTTPConnection):
     """A connection that a watch can close."""
 
-    watch: Watch
+    watch: ConnectionTimer
 
     def connect(self) -> None:
         super().connect()
@@ -284,7 +284,7 @@ class _HeldTls(HTTPSConnection, _Held):
 
 
 class _Http(HTTPHandler):
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ConnectionTimer) -> None:
         super().__init__()
         self.watch = watch
 
@@ -293,7 +293,7 @@ class _Http(HTTPHandler):
 
 
 class _Https(HTTPSHandler):
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ConnectionTimer) -> None:
         super().__init__()
         self.watch = watch
 
@@ -301,7 +301,7 @@ class _Https(HTTPSHandler):
         return self.do_open(partial(_watched, _HeldTls, self.watch), req)
 
 
-def _watched(kind: type[_Held], watch: Watch, host: str, **options: Any) -> _Held:
+def _watched(kind: type[_Held], watch: ConnectionTimer, host: str, **options: Any) -> _Held:
     made = kind(host, **options)
     made.watch = watch
     return made

@@ -100,7 +100,7 @@ def untrusted_records(
     return found
 
 
-def distrusted_reports(
+def untrusted_reports(
     register: Register, reports: Mapping[str, tuple[str, Mapping[str, Any]]]
 ) -> dict[str, str]:
     """Return why reports are not trusted, by name: their run is, or may be, untrusted.

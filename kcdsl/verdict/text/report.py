@@ -10,7 +10,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kcdsl.ir.tables import is_bucket
-from kcdsl.verdict.messages import context_rows, limit_of, looks_in_words, terse, where
+from kcdsl.verdict.messages import (
+    context_rows,
+    limit_of,
+    looks_in_words,
+    where,
+    without_implied_unit,
+)
 from kcdsl.verdict.model import SHOWN
 from kcdsl.verdict.quantities import quantity, stated
 from kcdsl.verdict.report import Report, not_decided
@@ -79,8 +85,8 @@ def clause_table(clauses: Sequence[Document]) -> Table:
                 f"{row['clause']} {row['level']}",
                 row["slice"],
                 _requirement(row) + (" (held out)" if row["holdout"] else ""),
-                terse(row["value"], row),
-                terse(limit_of(row), row),
+                without_implied_unit(row["value"], row),
+                without_implied_unit(limit_of(row), row),
                 f"{row['evidence']} {_beyond(row)}",
                 Text(*SHOWN[row["verdict"]]),
             )
@@ -138,7 +144,7 @@ def _slice_table(slices: Sequence[Document], unit: str) -> Table:
 
 def context_parts(report: Document) -> Iterator[RenderableType]:
     """Yield the table and the reasons of missing numbers, each once; nothing without rows."""
-    rows, whys = context_rows(report["clauses"], terse)
+    rows, whys = context_rows(report["clauses"], without_implied_unit)
     if not rows:
         return
     unit = report["environment"].get("unit", "request")

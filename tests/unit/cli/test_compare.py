@@ -20,7 +20,7 @@ from kcdsl.release.register import Register, Run
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.studies.pairing import OF_TIMED_RUNS, PairedRow, worse_text
-from kcdsl_backends.empirical.decide.aligned import as_often, change_of, linear
+from kcdsl_backends.empirical.decide.aligned import change_of, equally_timed, linear
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_backends.empirical.questions import baselines, pairs
 from kcdsl_backends.empirical.statistics import paired
@@ -569,7 +569,7 @@ def test_runs_that_were_timed_more_often_count_by_their_first_rounds() -> None:
     """The number of rounds depends on the times; the first three do not."""
     few, many = np.full((9, 5), 0.5), np.full((9, 40), 0.5)
     few[:, 4], many[:, :2], many[:, 3:] = 9.0, 2.0, 9.0
-    one, two = as_often([_timed_at(few), _timed_at(many)])
+    one, two = equally_timed([_timed_at(few), _timed_at(many)])
     assert len(one.runs) == len(two.runs) == 27
     found = pairs._changed(_of_latency("1"), [one, two], None)
     assert (found.n, found.worse, found.better) == (9, 9, 0)
@@ -579,11 +579,11 @@ def test_runs_that_were_timed_more_often_count_by_their_first_rounds() -> None:
     assert (mean, change.n) == (0.5, 9)
     assert later == pytest.approx((2 + 2 + 0.5) / 3)
     same = [_timed_at(many), _timed_at(many)]
-    assert as_often(same) == same
+    assert equally_timed(same) == same
     with pytest.raises(NotMeasurable, match="other requests"):
         change_of(
             Statistic("mean", Metric("latency")),
-            as_often([_timed_at(few), _timed_at(np.full((8, 5), 0.5))]),
+            equally_timed([_timed_at(few), _timed_at(np.full((8, 5), 0.5))]),
             upward=False,
         )
 

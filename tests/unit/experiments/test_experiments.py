@@ -260,7 +260,7 @@ def test_cell_is_measured_again_after_a_code_change(
     (tmp_path / "lately_imported.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    own_code.watch("lately_imported", tmp_path / "lately_imported.py", tmp_path)
+    own_code.record_imports("lately_imported", tmp_path / "lately_imported.py", tmp_path)
     measured: list[int] = []
 
     def measure() -> dict[str, Any]:

@@ -17,8 +17,8 @@ from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.files import Artefacts
 from kcdsl.model.loading import load_model
-from kcdsl.model.own_code import imported_code, watch
-from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
+from kcdsl.model.own_code import imported_code, record_imports
+from kcdsl_backends.empirical.collection.resume import OwnCode, recorded_code_unchanged
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from tests.support.small_models import write_model
 
@@ -189,7 +189,7 @@ def test_every_way_to_import_a_file_is_recorded(
         monkeypatch.syspath_prepend(folder)
         importlib.import_module("own.net")
         (folder / "mark").unlink()
-    watch("own.net", folder / "own" / "net.py", folder)
+    record_imports("own.net", folder / "own" / "net.py", folder)
     monkeypatch.syspath_prepend(folder)
     importlib.import_module("own.net")
     found = imported_code(Artefacts.of(folder))
@@ -209,7 +209,7 @@ def test_previously_imported_package_is_reloaded(
     (folder / "own" / "late.py").write_text("MARK = 1\n")
     assert importlib.import_module("own.late").MARK == 1
     (folder / "own" / "late.py").write_text("MARK = 234\n")
-    watch("own.net", folder / "own" / "net.py", folder)
+    record_imports("own.net", folder / "own" / "net.py", folder)
     assert importlib.import_module("own.late").MARK == 234
 
 
@@ -221,7 +221,7 @@ def test_helpers_of_two_contracts_may_share_a_name(
         folder.mkdir()
         (folder / f"net_of_{name}.py").write_text("import helper_of_both\n")
         (folder / "helper_of_both.py").write_text(f"NUMBER = {number}\n")
-        watch(f"net_of_{name}", folder / f"net_of_{name}.py", folder)
+        record_imports(f"net_of_{name}", folder / f"net_of_{name}.py", folder)
         with monkeypatch.context() as patched:
             patched.syspath_prepend(folder)
             net = importlib.import_module(f"net_of_{name}")
@@ -237,7 +237,7 @@ def test_file_changed_between_two_imports_is_refused(
     program, files = load_program(folder / "contract.yaml"), Artefacts.of(folder)
     load_model(program.model, files)
     (folder / "own" / "parts.py").write_text(PARTS + "# another\n")
-    watch("own.gauge", folder / "own" / "gauge.py", folder)
+    record_imports("own.gauge", folder / "own" / "gauge.py", folder)
     monkeypatch.syspath_prepend(folder)
     importlib.import_module("own.parts")
     with pytest.raises(Refusal) as refused:
@@ -322,7 +322,7 @@ def test_imports_of_a_resumed_run_are_bound(tmp_path: Path) -> None:
     def again() -> tuple[bool, dict[str, tuple[str, str]]]:
         files, kept = Artefacts.of(tmp_path), RunCheckpoint(tmp_path / "kept.journal")
         kept.open("key")
-        same = taken_over_code(kept, files)
+        same = recorded_code_unchanged(kept, files)
         kept.close()
         return same, files.code
 

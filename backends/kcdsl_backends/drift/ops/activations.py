@@ -117,7 +117,7 @@ def _trusted(box: Box, magnitude: Tensor) -> Box:
     return box.widen(up(2.0**-46 * torch.maximum(box.mag(), magnitude.clamp_max(1.0)) + 2.0**-1000))
 
 
-def good_to(size: Callable[[Tensor, Tensor, Rounding], Tensor]) -> Error:
+def function_error(size: Callable[[Tensor, Tensor, Rounding], Tensor]) -> Error:
     """Return the error of a function that has an error of 16 ulp of the magnitude `size`."""
     return lambda x, y, kernel: 16 * kernel.u_function * size(x, y, kernel) + 2.0**-100
 
@@ -160,7 +160,7 @@ GELU = Smooth(
     2.0,
     0.7979,
     0.7788,
-    good_to(lambda x, y, kernel: x),
+    function_error(lambda x, y, kernel: x),
 )
 
 
@@ -196,7 +196,7 @@ GELU_TANH = Smooth(
     2.0134807246242579,
     0.7979,
     0.7788,
-    good_to(lambda x, y, kernel: x),
+    function_error(lambda x, y, kernel: x),
 )
 SILU = Smooth(
     lambda x: x * torch.sigmoid(x),
@@ -207,7 +207,7 @@ SILU = Smooth(
     (-0.1, 0.5 + 2.0**-40),
     0.5001,
     0.3083,
-    good_to(lambda x, y, kernel: x if absolute_sigmoid(kernel) else y),
+    function_error(lambda x, y, kernel: x if absolute_sigmoid(kernel) else y),
 )
 TANH = Smooth(
     torch.tanh,
@@ -218,7 +218,7 @@ TANH = Smooth(
     (-0.77, 0.77),
     0.7699,
     2.0001,
-    good_to(lambda x, y, kernel: y),
+    function_error(lambda x, y, kernel: y),
 )
 
 

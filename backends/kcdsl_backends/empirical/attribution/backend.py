@@ -19,7 +19,7 @@ from kcdsl.verdict.studies.attribution import Attribution, Envelope, Layers
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.blocks import swap_layers
 from kcdsl_backends.empirical.attribution.document import AttributionSubject, assemble
-from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelopes, most_of
+from kcdsl_backends.empirical.attribution.envelopes import envelopes, interval_bounds, most_of
 from kcdsl_backends.empirical.attribution.hybrids import Batches, Pair
 from kcdsl_backends.empirical.attribution.measurement import (
     FAILURES,
@@ -205,7 +205,7 @@ def _bounds(
     probed = chosen(subject.requests)[:BOUNDED]
     length = min(LENGTH, *(r.length for r in probed))
     requests = [_cut(r, length) for r in probed]
-    make = certify_with(subject.pair.model)
+    make = interval_bounds(subject.pair.model)
     encoder, temperature = subject.plan.encoder, Fraction(subject.plan.temperature)
     meaning = (lambda limits: None) if encoder else most_of(subject.metric, temperature)
     try:

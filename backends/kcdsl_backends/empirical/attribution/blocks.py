@@ -30,7 +30,7 @@ from kcdsl_backends.empirical.collection.context import Progress
 from kcdsl_backends.empirical.diagnoses.model import size
 from kcdsl_backends.empirical.diagnoses.reference import own_blocks
 from kcdsl_backends.empirical.sources.kernels import Kernel
-from kcdsl_backends.empirical.sources.kernels.engines import as_it_is
+from kcdsl_backends.empirical.sources.kernels.engines import run_part
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel
 from kcdsl_backends.requests import Request
 
@@ -244,7 +244,7 @@ class Swapper:
 def swapper(model: Model, train: Kernel, states: bool) -> Swapper:
     """Return the swapper for the training kernel's logits or, with `states`, for its last hidden
     states, which do not pass through the head. Raises NoSwap if no block can be exchanged."""
-    if not isinstance(train, TorchKernel) or train.engine is not as_it_is:
+    if not isinstance(train, TorchKernel) or train.engine is not run_part:
         raise NoSwap("the training kernel runs as one program, whose blocks cannot be exchanged")
     blocks: Mapping[str, nn.Module] = getattr(train.module, "blocks", dict)()
     passed = (name for name in own_blocks(model) if name in blocks)

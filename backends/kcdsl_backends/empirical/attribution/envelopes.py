@@ -56,7 +56,7 @@ _MOST = 1e300
 """Replaces a quotient by 0: a drift of a block that the source cannot change at all."""
 
 
-def certify_with(model: Model) -> MakeCertify:
+def interval_bounds(model: Model) -> MakeCertify:
     """Return the certified bounds of the interval backend."""
     from kcdsl_backends.certifier.statements.problems import (
         Graphs,

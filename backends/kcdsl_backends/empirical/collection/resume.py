@@ -51,7 +51,7 @@ def resume(
     found = [(request, run) for request in requests if (run := checkpoint.run(request)) is not None]
     if not found:
         return {}
-    if not taken_over_code(checkpoint, context.artefacts):
+    if not recorded_code_unchanged(checkpoint, context.artefacts):
         checkpoint.restart(key, "own code that was imported then has changed since")
         return {}
     first, before = found[0]
@@ -95,7 +95,7 @@ class OwnCode:
             self.checkpoint.keep_note(_CODE, json.dumps(self._kept).encode())
 
 
-def taken_over_code(checkpoint: RunCheckpoint, files: Artefacts | None) -> bool:
+def recorded_code_unchanged(checkpoint: RunCheckpoint, files: Artefacts | None) -> bool:
     """Record the own modules that an earlier run imported; return whether they are unchanged."""
     note = checkpoint.note(_CODE)
     if note is None or files is None:

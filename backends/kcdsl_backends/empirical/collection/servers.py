@@ -25,8 +25,8 @@ from kcdsl_backends.empirical.sources.rollouts.record import Policy, Rollout, Se
 from kcdsl_backends.empirical.sources.servers.kernel import (
     Answer,
     Continuation,
+    NoAnswer,
     ServerKernel,
-    Silence,
     answer_of,
 )
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing
@@ -279,8 +279,8 @@ def gather_rollouts(
 
     with closing(in_order(requests, ask, server.service.concurrency)) as answers:
         for done, (request, answer) in enumerate(zip(requests, answers, strict=True), 1):
-            silent = silent + 1 if isinstance(answer, Silence) else 0
-            if isinstance(answer, Silence) and silent == FAILURES:
+            silent = silent + 1 if isinstance(answer, NoAnswer) else 0
+            if isinstance(answer, NoAnswer) and silent == FAILURES:
                 raise answer.refusal
             try:
                 rollout, policy = _scored(server, train, request, answer)

@@ -38,7 +38,7 @@ def _firsts(term: Term, data: SliceData, order: Sequence[int]) -> NDArray[np.int
     return np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
 
 
-def as_often(runs: Sequence[SliceData]) -> list[SliceData]:
+def equally_timed(runs: Sequence[SliceData]) -> list[SliceData]:
     """Return the slices with as many timed runs of each request in all of them.
 
     Where the numbers differ, the first rounds that every evaluation makes count: how many more

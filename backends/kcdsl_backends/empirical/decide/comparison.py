@@ -46,7 +46,7 @@ def result_context(
 ) -> ResultContext:
     """Return the context of the result of a clause on a slice."""
     comparison = main_comparison(clause.require)
-    narrow = narrowness(clause, row)
+    narrow = narrow_reasons(clause, row)
     if comparison is None:
         return ResultContext(narrow=narrow)
     term, op = comparison.left, comparison.op
@@ -172,7 +172,7 @@ def floor(
 # --- narrow results ------------------------------------------------------------------------------
 
 
-def narrowness(clause: Clause, row: ClauseResult) -> tuple[str, ...]:
+def narrow_reasons(clause: Clause, row: ClauseResult) -> tuple[str, ...]:
     """Return the reasons why a result is narrow: few units, or a value near the threshold."""
     found = []
     n = row.n if row.exceedance is None else row.exceedance.n

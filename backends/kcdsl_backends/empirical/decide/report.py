@@ -17,7 +17,7 @@ from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
 from kcdsl.metrics import MEASURES, MetricDefinition
 from kcdsl.verdict.health import assess, recommend
 from kcdsl.verdict.model import Violated
-from kcdsl.verdict.report import Precheck, Report, SliceSummary, Statistics, Warned
+from kcdsl.verdict.report import ClauseWarning, Precheck, Report, SliceSummary, Statistics
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.charts.series import mean
@@ -238,7 +238,7 @@ def build_report(
     )
 
 
-def below_noise(results: Sequence[ClauseResult]) -> tuple[Warned, ...]:
+def below_noise(results: Sequence[ClauseResult]) -> tuple[ClauseWarning, ...]:
     """Return warnings for the clauses whose threshold is below the noise floor of the training
     kernel."""
     found = []
@@ -248,7 +248,7 @@ def below_noise(results: Sequence[ClauseResult]) -> tuple[Warned, ...]:
             continue
         far = "above" if row.op in (">=", ">") else "below"
         found.append(
-            Warned(
+            ClauseWarning(
                 codes.BELOW_NOISE.id,
                 row.clause,
                 row.slice,

@@ -26,7 +26,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts, file_digest
 from kcdsl.model.fingerprint import here
 from kcdsl.release.artefacts import companions, data_digests
-from kcdsl_backends.empirical.collection.resume import OwnCode, taken_over_code
+from kcdsl_backends.empirical.collection.resume import OwnCode, recorded_code_unchanged
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 
 Prepare = Callable[..., Any]
@@ -143,7 +143,7 @@ def cells_in(
     checkpoint, files = RunCheckpoint(folder / CHECKPOINT, fresh), Artefacts.of(base)
     checkpoint.open(key)
     try:
-        if not taken_over_code(checkpoint, files):
+        if not recorded_code_unchanged(checkpoint, files):
             checkpoint.restart(key, "own code that was imported then has changed since")
         yield Cells(checkpoint, OwnCode(files, checkpoint))
     finally:

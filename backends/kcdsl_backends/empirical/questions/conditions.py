@@ -34,7 +34,7 @@ from kcdsl_backends.empirical.collection.context import (
     plan_for,
 )
 from kcdsl_backends.empirical.collection.kernels import prechecks_of
-from kcdsl_backends.empirical.decide.comparison import narrowness
+from kcdsl_backends.empirical.decide.comparison import narrow_reasons
 from kcdsl_backends.empirical.decide.judgement import evidence_kind
 from kcdsl_backends.empirical.decide.repeats import by_prompt
 from kcdsl_backends.empirical.decide.report import why_blocked
@@ -291,7 +291,7 @@ def _measure(
         "requests": len(requests),
         "hardware": str(context.environment.get("hardware", "")),
         "rows": [
-            pass_record(row.to_json(), narrowness(case.obligation.part, row))
+            pass_record(row.to_json(), narrow_reasons(case.obligation.part, row))
             for case, row in zip(cases, rows, strict=True)
         ],
         "failed_checks": failed_checks(check.to_json() for check in prechecks),

@@ -34,8 +34,8 @@ from kcdsl.verdict.studies.pairing import (
     RunComparison,
 )
 from kcdsl_backends.empirical.decide.aligned import (
-    as_often,
     change_of,
+    equally_timed,
     magnitude,
     orders_of,
     within_of_requests,
@@ -180,7 +180,7 @@ def _paired(
         )
         try:
             _refuse_unequal(name, obligation, runs)
-            data = as_often([run.slices[obligation.slice or ""] for run in runs])
+            data = equally_timed([run.slices[obligation.slice or ""] for run in runs])
             change = _changed(obligation, data, row.floor)
             timed = reads_times(obligation.part.require)
             found.append((replace(row, counted=OF_TIMED_RUNS) if timed else row, change))
@@ -328,7 +328,7 @@ def _measures(
         one = incumbent.get(name)
         if one is None or one.reduced is not None or two.reduced is not None:
             continue
-        both = as_often((one, two))
+        both = equally_timed((one, two))
         for metric, definition in two.measures.items():
             kind, gap = _KINDS.get(str(definition.family)), metric in MAGNITUDES
             if kind is None or not (gap or definition.kind == "pointwise"):

@@ -44,7 +44,7 @@ from kcdsl.units import UNITS
 from kcdsl.verdict.studies.difference import Extent, Witness, WitnessValue
 from kcdsl_backends.smt.axioms import Quantity, UnknownInput
 from kcdsl_backends.smt.claims import Claim, quantified
-from kcdsl_backends.smt.implication import Refuted
+from kcdsl_backends.smt.implication import NotImplied
 from kcdsl_backends.smt.slices import example, request_text
 from kcdsl_backends.smt.solver import Expression, Outcome, real
 from kcdsl_backends.smt.translation import (
@@ -67,7 +67,7 @@ class Sides:
 
 
 def witness_of(
-    program: Program, refuted: Refuted, sides: Sides, about: frozenset[str] | None = None
+    program: Program, refuted: NotImplied, sides: Sides, about: frozenset[str] | None = None
 ) -> Witness | None:
     """Return values that satisfy the premises and violate the claim; None if none are found.
 

@@ -62,7 +62,7 @@ def digest(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfSlot(Command):
+class SlotCommand(Command):
     """A command about a slot of a register."""
 
     register: str | None = register_option("with the slot")
@@ -77,7 +77,7 @@ class OfSlot(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromoteCommand(OfSlot, TrustOptions):
+class PromoteCommand(SlotCommand, TrustOptions):
     """Advance, hold, freeze or roll back a candidate, by the evidence of a stage."""
 
     evidence: tuple[str, ...] = argument(
@@ -171,7 +171,7 @@ def _print(found: Promoted) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateCommand(OfSlot):
+class GateCommand(SlotCommand):
     """Check whether a triple may serve at a stage of a slot; with --serve over HTTP."""
 
     contract: str | None = contract_argument()

@@ -18,7 +18,7 @@ from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef
 from kcdsl.model.numerics import Numerics
 from kcdsl.verdict.studies.attribution import Envelope
-from kcdsl_backends.empirical.attribution.envelopes import certify_with, envelopes, most_of
+from kcdsl_backends.empirical.attribution.envelopes import envelopes, interval_bounds, most_of
 from kcdsl_backends.empirical.attribution.hybrids import Pair, hybrid
 from kcdsl_backends.empirical.bounds.blocks import CertifiedBound, Certify
 from kcdsl_backends.empirical.metrics.full_logits import tier_a
@@ -39,7 +39,7 @@ FP8 = {"format": "fp8_e4m3", "scale": "per_channel"}
 
 
 def found(pair: Pair, *players: str, make: Any = None) -> dict[tuple[str, str], Envelope]:
-    rows = envelopes(pair, players, REQUEST, make or certify_with(pair.model))
+    rows = envelopes(pair, players, REQUEST, make or interval_bounds(pair.model))
     return {(row.source, row.block): row for row in rows}
 
 
@@ -203,7 +203,7 @@ def test_metric_of_any_head_is_within_its_envelope(metric: str, temperature: Fra
     """
     pair = pair_of(small_model(), EAGER, ref(compute="bfloat16", weights=FP8))
     rows = envelopes(
-        *(pair, ("precision", "weights"), REQUEST, certify_with(pair.model)),
+        *(pair, ("precision", "weights"), REQUEST, interval_bounds(pair.model)),
         of_logits=most_of(metric, temperature),
     )
     by_name = {(row.source, row.block): row for row in rows}

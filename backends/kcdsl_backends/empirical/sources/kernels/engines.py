@@ -34,7 +34,7 @@ class ProgramEngine(Protocol):
         ...
 
 
-def as_it_is(name: str, part: Program) -> Program:
+def run_part(name: str, part: Program) -> Program:
     """Run the part itself."""
     return part
 

@@ -36,13 +36,13 @@ from kcdsl_backends.empirical.sources.kernels.engines import (
     Program,
     ProgramEngine,
     ScaledLinear,
-    as_it_is,
     exact_bytes,
     exact_settings,
     expected_weights,
     need,
     quantise_linear,
     refuse_other_weight,
+    run_part,
 )
 from kcdsl_backends.empirical.sources.kernels.foreign_models import Interception, hugging_face
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import Sessions
@@ -67,7 +67,7 @@ class TorchKernel:
     device: torch.device
     module: nn.Module
     interception: Interception | None
-    engine: ProgramEngine = field(default=as_it_is)
+    engine: ProgramEngine = field(default=run_part)
 
     def logits(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Return the output for token ids [T], or [B, T] of equal length.
@@ -271,7 +271,7 @@ def scaled_products(run: str, model: Model, module: nn.Module, numerics: Numeric
         scaled = ScaledLinear(linear, original, numerics, names)
         refuse_other_weight(run, name, scaled.weight, weight)
         module.set_submodule(name, scaled)
-    return as_it_is
+    return run_part
 
 
 def torchao_linears(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:
@@ -298,7 +298,7 @@ def torchao_linears(run: str, model: Model, module: nn.Module, numerics: Numeric
                 help="run torch.eager with the same weights",
             ) from error
         refuse_other_weight(run, name, found, weight)
-    return as_it_is
+    return run_part
 
 
 def onnx_sessions(run: str, model: Model, module: nn.Module, numerics: Numerics) -> ProgramEngine:

@@ -348,7 +348,7 @@ class UnusableReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Silence:
+class NoAnswer:
     """No answer."""
 
     refusal: Refusal
@@ -359,7 +359,7 @@ class Silence:
         return _reason(self.refusal)
 
 
-Answer = Continuation | UnusableReply | Silence
+Answer = Continuation | UnusableReply | NoAnswer
 
 
 def answer_of(server: ServerKernel, prompt: tuple[int, ...], seed: int) -> Answer:
@@ -371,7 +371,7 @@ def answer_of(server: ServerKernel, prompt: tuple[int, ...], seed: int) -> Answe
         if code is codes.SERVER_CHANGED:
             raise
         if code is codes.SERVER_UNREACHABLE:
-            return Silence(refusal)
+            return NoAnswer(refusal)
         return UnusableReply(_reason(refusal))
     except (RuntimeError, ValueError) as error:
         return UnusableReply(str(error) or type(error).__name__)
