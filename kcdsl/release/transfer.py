@@ -38,7 +38,7 @@ NON_CLAIMS = (
 )
 
 
-class StatedCase(Protocol):
+class TransferCase(Protocol):
     """A case of a goal with the later weights: name, graph digest, and region as in a proof."""
 
     @property
@@ -49,7 +49,7 @@ class StatedCase(Protocol):
     def region(self) -> Mapping[str, Any]: ...
 
 
-Regions = Callable[[str], Sequence[StatedCase]]
+Regions = Callable[[str], Sequence[TransferCase]]
 """Returns the cases of a clause with the later weights."""
 
 
