@@ -19,6 +19,7 @@ from kcdsl.diagnostics.codes import NO_BACKEND, NO_DEVICE, WEIGHTS_REGION
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 
 if TYPE_CHECKING:
+    from kcdsl.api.contract import PathLike
     from kcdsl.release.promotion import LookRules
     from kcdsl.route.catalogue import Execution
 
@@ -177,7 +178,7 @@ def execution_of(
     engine: str,
     jobs: int | None,
     threads: int | None,
-    cache: str | None,
+    cache: PathLike | None,
     tell: Callable[[str], None],
 ) -> Execution:
     """Return the execution settings; the cache folder is created if possible."""

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from kcdsl.api.contract import read_contract
+from kcdsl.api.contract import PathLike, read_contract, refuse_values, several
 from kcdsl.api.results import TableResult, no_progress
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from kcdsl_certs.verification.report import Check, Report
     from kcdsl_certs.verification.transfers import Earlier
 
-PathLike = str | os.PathLike[str]
 _WHICH = "name what `kcdsl sign`, or `--sign` of verify and evaluate, wrote: *.cert.json"
 
 
@@ -126,6 +125,9 @@ class CheckSettings:
     progress: Callable[[], AbstractContextManager[Progress]] = no_progress
     """Displays the progress of hashing the checkpoint."""
 
+    def __post_init__(self) -> None:
+        refuse_values(self)
+
 
 class Checks(TypedDict, total=False):
     """Keyword arguments of `check`: the options of `kcdsl check`."""
@@ -159,11 +161,13 @@ def check(
     `contract` is the contract in force, by default that of the current folder. Raises Refusal for
     unreadable files; the result is false if a certificate is not valid.
     """
-    return check_certificates(_several(certificates), CheckSettings(key=_several(key), **options))
-
-
-def _several(paths: PathLike | Sequence[PathLike]) -> tuple[PathLike, ...]:
-    return (paths,) if isinstance(paths, str | os.PathLike) else tuple(paths)
+    options["revocations"] = several(options.get("revocations", ()))
+    named = several(certificates)
+    for each in named:
+        if not isinstance(each, str | os.PathLike):
+            help = f"name its file, such as the `path` of a result; {_WHICH}"
+            raise refuse(USAGE, f"the certificate is {each!r}", help=help)
+    return check_certificates(named, CheckSettings(key=several(key), **options))
 
 
 def check_certificates(certificates: Sequence[PathLike], settings: CheckSettings) -> CheckResult:

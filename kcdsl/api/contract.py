@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
@@ -47,8 +47,8 @@ class VerifyOptions(TypedDict, total=False):
     jobs: int | None
     threads: int | None
     time_limit: float | None
-    cache: str | None
-    output: str | None
+    cache: PathLike | None
+    output: PathLike | None
     sign: str | Sequence[str]
     stage: str
     lifetime: timedelta
@@ -66,47 +66,63 @@ class EvaluateOptions(TypedDict, total=False):
     looks: int | None
     jobs: int | None
     engine: str
-    output: str | None
+    output: PathLike | None
     sign: str | Sequence[str]
     stage: str
     lifetime: timedelta
     allow_code: bool
 
 
-_WHOLE = {"looks": 1, "jobs": 1, "threads": 1, "seed": 0}
+PathLike = str | os.PathLike[str]
+_LEAST = {"looks": 1, "jobs": 1, "threads": 1, "threshold": 1}
 _LARGEST = 2**63 - 1
-_SECONDS = ("seconds", "bound_seconds", "backend_seconds", "time_limit")
-_SWITCHES = ("attack", "chain", "confirm", "fresh", "allow_code")
 _DEVICES = ("auto", "cpu", "cuda")
+_TEXT, _PATH = "text, as on the command line", "a path"
+_NEEDED = {
+    "bool": "True or False",
+    "float": "a number of seconds, from 0 on",
+    "str": _TEXT,
+    "PathLike": _PATH,
+    "Sequence[str]": f"{_TEXT}, or several",
+    "Sequence[PathLike]": f"{_PATH}, or several",
+    "timedelta": "a datetime.timedelta, such as timedelta(days=90)",
+}
+"""What an option must be, by its annotation."""
 
 
 def refuse_values(settings: Any) -> None:
-    """Raise Refusal for an invalid value, by the name of the option; the command line checks its
-    own arguments."""
+    """Raise Refusal for an invalid value of settings, a dataclass, by the name of the option; the
+    command line checks its own arguments."""
     from kcdsl.route.catalogue import ENGINES
     from kcdsl_certs.statement import STAGES
 
-    for name, least in _WHOLE.items():
-        value = getattr(settings, name, None)
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if value is not None and not (whole and least <= value <= _LARGEST):
-            raise refuse(USAGE, f"{name} is {value!r}", help=f"a whole number from {least} on")
-    for name in _SECONDS:
-        value = getattr(settings, name, None)
-        if value is not None and not (isinstance(value, Real) and 0 <= float(value) < math.inf):
-            raise refuse(USAGE, f"{name} is {value!r}", help="a number of seconds, from 0 on")
-    for name in _SWITCHES:
-        value = getattr(settings, name, False)
-        if not isinstance(value, bool):
-            raise refuse(USAGE, f"{name} is {value!r}", help="True or False")
     choices = {"device": _DEVICES, "engine": ENGINES, "stage": STAGES}
-    for name, allowed in choices.items():
-        value = getattr(settings, name)
-        if value not in allowed:
-            raise refuse(USAGE, f"{name} is {value!r}", help=f"allowed: {', '.join(allowed)}")
-    if not isinstance(settings.lifetime, timedelta):
-        help = "a datetime.timedelta, such as timedelta(days=90)"
-        raise refuse(USAGE, f"lifetime is {settings.lifetime!r}", help=help)
+    for each in fields(settings):
+        kind, _, absent = str(each.type).partition(" | ")
+        value = getattr(settings, each.name)
+        if absent and value is None:
+            continue
+        least = _LEAST.get(each.name, 0)
+        needed = f"a whole number from {least} on" if kind == "int" else _NEEDED.get(kind)
+        if needed is not None and not _fits(kind, value, least):
+            raise refuse(USAGE, f"{each.name} is {value!r}", help=needed)
+        allowed = choices.get(each.name)
+        if allowed is not None and value not in allowed:
+            raise refuse(USAGE, f"{each.name} is {value!r}", help=f"allowed: {', '.join(allowed)}")
+
+
+def _fits(kind: str, value: Any, least: int) -> bool:
+    """Return whether a value has the type of an annotation."""
+    if kind.startswith("Sequence["):
+        inner = kind.removeprefix("Sequence[").removesuffix("]")
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        return listed and all(_fits(inner, each, least) for each in value)
+    if kind in ("int", "float"):
+        number = Integral if kind == "int" else Real
+        real = isinstance(value, number) and not isinstance(value, bool)
+        return real and (least <= value <= _LARGEST if kind == "int" else 0 <= value < math.inf)
+    types = {"bool": bool, "str": str, "PathLike": str | os.PathLike, "timedelta": timedelta}
+    return isinstance(value, types[kind])
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -145,9 +161,9 @@ class Contract(TableResult):
         clauses if any, and write a certificate or its statement. Raises Refusal."""
         from kcdsl.api.verification import VerifySettings, verify
 
-        options["sign"] = _several(options.get("sign", ()))
+        options["sign"] = several(options.get("sign", ()))
         return verify(
-            self, VerifySettings(blocks=_several(block), clauses=_several(clause), **options)
+            self, VerifySettings(blocks=several(block), clauses=several(clause), **options)
         )
 
     def evaluate(
@@ -157,8 +173,8 @@ class Contract(TableResult):
         the certificate or its statement. Raises Refusal."""
         from kcdsl.api.evaluation import EvaluateSettings, evaluate
 
-        options["sign"] = _several(options.get("sign", ()))
-        return evaluate(self, EvaluateSettings(slices=_several(slices), **options))
+        options["sign"] = several(options.get("sign", ()))
+        return evaluate(self, EvaluateSettings(slices=several(slices), **options))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each clause."""
@@ -176,13 +192,18 @@ class Contract(TableResult):
         ]
 
 
-def _several(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str | os.PathLike) else tuple(names)
+def several(given: Any) -> tuple[Any, ...]:
+    """Return the values of an option that takes one value or several."""
+    if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable):
+        return (given,)
+    return tuple(given)
 
 
-def load(path: str | os.PathLike[str] | None = None) -> Contract:
+def load(path: PathLike | None = None) -> Contract:
     """Return the contract of a file or of a folder with one contract; by default that of the
     current folder, as commands find it. Raises Refusal with the diagnostics."""
+    if not isinstance(path, str | os.PathLike | None):
+        raise refuse(USAGE, f"the contract is {path!r}", help=_NEEDED["PathLike"])
     return read_contract(None if path is None else os.fspath(path))
 
 
@@ -255,7 +276,7 @@ def contracts_in(
     return list(found)
 
 
-def results_folder(given: str | None, contract: Path, *inner: str) -> Path:
+def results_folder(given: PathLike | None, contract: Path, *inner: str) -> Path:
     """Return the folder for the results of a contract: the given one, else `out` beside it.
 
     The default must lie below the contract's folder or an allowed folder: raises Refusal for a link

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import choose_device, measuring_backend, solver_if_installed
-from kcdsl.api.contract import Contract, refuse_foreign_code, refuse_values, results_folder
+from kcdsl.api.contract import (
+    Contract,
+    PathLike,
+    refuse_foreign_code,
+    refuse_values,
+    results_folder,
+)
 from kcdsl.api.results import TableResult, discard_message, no_progress, offered
 from kcdsl.api.verification import recording
 from kcdsl.diagnostics import Refusal, codes, refuse
@@ -56,7 +62,7 @@ class EvaluateSettings:
     looks: int | None = 1
     jobs: int | None = None
     engine: str = "processes"
-    output: str | None = None
+    output: PathLike | None = None
     sign: Sequence[str] = ()
     stage: str = "offline-ci"
     lifetime: timedelta = field(default_factory=lambda: timedelta(days=90))

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import look_rules
-from kcdsl.api.checking import CheckSettings, PathLike
-from kcdsl.api.contract import read_contract
+from kcdsl.api.checking import CheckSettings
+from kcdsl.api.contract import PathLike, read_contract
 from kcdsl.api.results import TableResult
 from kcdsl.api.stage_evidence import StageEvidence, gather
 from kcdsl.diagnostics import refuse

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.api.checking import CheckSettings, PathLike, check_certificates, read_certificate
-from kcdsl.api.contract import Contract
+from kcdsl.api.checking import CheckSettings, check_certificates, read_certificate
+from kcdsl.api.contract import Contract, PathLike
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import PROMOTION_EVIDENCE
 from kcdsl.model.files import Artefacts

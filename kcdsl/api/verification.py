@@ -20,7 +20,13 @@ from kcdsl.api.backends import (
     loaded,
     solver_if_installed,
 )
-from kcdsl.api.contract import Contract, refuse_foreign_code, refuse_values, results_folder
+from kcdsl.api.contract import (
+    Contract,
+    PathLike,
+    refuse_foreign_code,
+    refuse_values,
+    results_folder,
+)
 from kcdsl.api.portfolio import AUTO, decide_together
 from kcdsl.api.results import TableResult, discard_message, no_progress
 from kcdsl.diagnostics import Refusal, Severity, refuse
@@ -81,8 +87,8 @@ class VerifySettings:
     jobs: int | None = None
     threads: int | None = None
     time_limit: float | None = None
-    cache: str | None = None
-    output: str | None = None
+    cache: PathLike | None = None
+    output: PathLike | None = None
     sign: Sequence[str] = ()
     stage: str = "offline-ci"
     lifetime: timedelta = field(default_factory=lambda: timedelta(days=90))

@@ -136,6 +136,8 @@ def test_checker_name_remains_a_package() -> None:
         {"engine": "threads"},
         {"lifetime": 30},
         {"allow_code": "yes"},
+        {"output": 3},
+        {"sign": 3},
     ],
     ids=str,
 )
@@ -150,6 +152,65 @@ def test_values_refused_by_the_command_are_refused(folder: Path, option: dict[st
     if name not in ("looks", "seed", "seconds", "bound_seconds"):
         with pytest.raises(kcdsl.Refusal):
             kcdsl.load(folder).verify(**option)
+
+
+@pytest.mark.parametrize(
+    ("option", "help"),
+    [
+        ({"domains": ("affine",)}, "text, as on the command line"),
+        ({"alpha": 0.01}, "text, as on the command line"),
+        ({"weights": 1e-4}, "text, as on the command line"),
+        ({"backend": 1}, "text, as on the command line"),
+        ({"time_limit": -1.0}, "a number of seconds, from 0 on"),
+        ({"cache": False}, "a path"),
+        ({"clause": 3}, "text, as on the command line, or several"),
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_refused(
+    folder: Path, option: dict[str, Any], help: str
+) -> None:
+    """Numbers of a statement are text: a float64 would be another number than the one typed."""
+    with pytest.raises(kcdsl.Refusal) as refusal:
+        kcdsl.load(folder).verify("attn_0", **option)
+    (found,) = refusal.value.diagnostics
+    assert (found.code.id, found.help) == ("KC901", help)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"signature_only": "no"},
+        {"recheck": 0},
+        {"complete": None},
+        {"threshold": "2"},
+        {"threshold": 0},
+        {"minimum_sequence": -1},
+        {"key": 3},
+        {"policy": 3},
+        {"revocations": [b"x"]},
+        {"stage": "production"},
+        {"at": 20261129},
+    ],
+    ids=str,
+)
+def test_settings_of_a_check_are_refused(folder: Path, option: dict[str, Any]) -> None:
+    """`signature_only="no"` is true and would skip the steps after the signature."""
+    (name,) = option
+    with pytest.raises(kcdsl.Refusal) as refusal:
+        kcdsl.check(folder / "any.cert.json", contract=folder, **option)
+    (found,) = refusal.value.diagnostics
+    assert found.message.startswith(f"{name} is ")
+
+
+def test_what_is_no_file_is_refused() -> None:
+    """A `Verification` is not a certificate; its `path` is."""
+    wrong: Any = object()
+    with pytest.raises(kcdsl.Refusal, match="the certificate is <object"):
+        kcdsl.check(wrong)
+    with pytest.raises(kcdsl.Refusal, match="the contract is <object"):
+        kcdsl.load(wrong)
 
 
 def test_switches_are_true_or_false(folder: Path) -> None:
