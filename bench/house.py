@@ -35,6 +35,7 @@ from bench.house_code import FOLDERS, PACKAGES, Code, Module, imports, read, unu
 from examples.extending.run import Extension, extensions, try_out
 
 ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = ROOT / "backends" / "template"
 BEFORE = "d557d31"
 LIMITS: dict[str, float] = {
     "files": 450,
@@ -78,6 +79,7 @@ def main() -> int:
         print("\n".join(now.listed))
     found = figures(now, before, arguments.before)
     found += [_addition(extension, arguments.extend) for extension in extensions()]
+    found.append(_backend(arguments.extend))
     return report("house", [*found, _first_tier()] if arguments.time else found)
 
 
@@ -111,11 +113,26 @@ def _extract(commit: str, folder: Path) -> None:
 def _addition(extension: Extension, tried: bool) -> Figure:
     """Return the number of files that an addition touches; NaN if its tests fail."""
     wrong = try_out(extension) if tried else ""
-    said = wrong.partition("\n")[0] or ("its tests pass" if tried else "not tried: --extend")
     tests = sum(file.startswith("tests/") for file in extension.files)
-    count = math.nan if wrong else len(extension.files)
-    name = f"files touched to add: {extension.name}"
-    return Figure(name, count, Better.LOWER, None, f"{tests} of them of tests; {said}")
+    remark = f"{tests} of them of tests"
+    return _touched(extension.name, len(extension.files), remark, tried, wrong.partition("\n")[0])
+
+
+def _backend(tried: bool) -> Figure:
+    """Return the number of files of the template of a formal backend, which is a distribution of
+    its own; its tests install it."""
+    files = [file for file in TEMPLATE.iterdir() if file.suffix in (".py", ".toml")]
+    tests = [sys.executable, "-m", "pytest", "-q", "tests/unit/backends/test_template.py"]
+    failed = tried and subprocess.run(tests, cwd=ROOT, stdout=sys.stderr, check=False).returncode
+    wrong = "its tests fail" if failed else ""
+    return _touched("backend", len(files), "all in a distribution of its own", tried, wrong)
+
+
+def _touched(kind: str, files: int, remark: str, tried: bool, wrong: str) -> Figure:
+    said = wrong or ("its tests pass" if tried else "not tried: --extend")
+    count = math.nan if wrong else files
+    name = f"files touched to add: {kind}"
+    return Figure(name, count, Better.LOWER, None, f"{remark}; {said}")
 
 
 def _first_tier() -> Figure:
