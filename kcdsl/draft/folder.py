@@ -51,7 +51,7 @@ class ModelFolder:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Return the first blocks, whose drift can be proved; empty for models with routers, since
+        """Return the first blocks, whose drift can be proved; no MLP of a model with routers, since
         some position of a prompt usually has an uncertain choice."""
         routed = self.config.get("num_experts_per_tok") is not None
         return () if self.unproved else ("attn_0",) if routed else ("attn_0", "mlp_0")

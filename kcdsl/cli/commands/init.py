@@ -81,7 +81,7 @@ class InitCommand(Command):
             )
         make_folder(found.contract.parent)
         text = found.text
-        _refuse_defect(text, found.contract)
+        _refuse_defect(text, found)
         files = [NewFile(path, data, 0o644) for path, data in found.more if _is_new(path, data)]
         files.append(NewFile(found.contract, text.encode(), 0o644))
         write_together(files, replace=self.force)
@@ -119,13 +119,23 @@ def _recording(path: Path) -> Any:
     return measuring_backend().recording(path)
 
 
-def _refuse_defect(text: str, path: Path) -> None:
-    """Refuse a draft that does not compile, with its diagnostics, before anything is written."""
+def _refuse_defect(text: str, found: DraftFiles) -> None:
+    """Refuse a draft that does not compile, or whose model does not fit its configuration, before
+    any file is written. The checkpoint of an example is not there yet."""
     from kcdsl.check.compile import compile_source
+    from kcdsl.model.files import Artefacts
+    from kcdsl.model.loading import load_structure
 
     sink = Sink()
-    if compile_source(SourceFile(str(path), text), sink) is None:
+    program = compile_source(SourceFile(str(found.contract), text), sink)
+    if program is None:
         raise Refusal(tuple(sink))
+    files = Artefacts.of(found.contract.parent)
+    for folder in found.allow:
+        files.allow(folder)
+    written = found.contract.parent / program.model.checkpoint in dict(found.more)
+    if not written and not found.recorded:
+        load_structure(program.model, files)
 
 
 def _is_new(path: Path, data: bytes) -> bool:

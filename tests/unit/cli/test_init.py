@@ -521,6 +521,20 @@ def test_the_quantised_folder_of_another_model_is_refused(cli: Any, tmp_path: Pa
     assert not (tmp_path / "contract.yaml").exists()
 
 
+@pytest.mark.parametrize("words", [(), ("--output", "drafts/contract.yaml")], ids=str)
+def test_a_configuration_of_another_model_is_refused(
+    cli: Any, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """The draft would not compile; here the shapes of its tensors are others."""
+    write_model(tmp_path)
+    other = {**DECODER, "intermediate_size": 2 * DECODER["intermediate_size"]}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    ran = cli("init", *words, ".", cwd=tmp_path)
+    assert ran.code == 2
+    assert "error[KC454]" in ran.stderr
+    assert not list(tmp_path.rglob("contract.yaml"))
+
+
 def test_requests_are_a_jsonl_file(cli: Any, tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "requests.csv").write_text("text\nhello\n")
