@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import build_manifest
+from kcdsl_certs.statement.manifest import storage_manifest
+from kcdsl_certs.statement.weights import INDEX, LARGEST_INDEX
 
 
 def _tree(folder: Path, files: dict[str, bytes]) -> Path:
@@ -148,3 +151,91 @@ def test_hashing_reports_progress(tmp_path: Path) -> None:
     assert [done for done, _ in heard] == sorted(done for done, _ in heard)
     assert heard[-1] == (2 * size, 2 * size)
     assert len(heard) == 4
+
+
+# --- checkpoints in shards ------------------------------------------------------------------------
+
+_SHARDS = ("model-1-of-2.safetensors", "model-2-of-2.safetensors")
+
+
+def _sharded(folder: Path, index: object = None) -> Path:
+    """Write two shards, an index and a file that is not of the weights; return the folder."""
+    names = dict(zip("ab", _SHARDS, strict=True))
+    written = {"weight_map": names} if index is None else index
+    text = written if isinstance(written, str) else json.dumps(written)
+    files = {_SHARDS[0]: b"1", _SHARDS[1]: b"2", "README.md": b"3", INDEX: text.encode()}
+    return _tree(folder, files)
+
+
+def test_index_and_its_shards_are_the_checkpoint(tmp_path: Path) -> None:
+    folder = _sharded(tmp_path / "m")
+    found = build_manifest(folder)
+    assert [r.name for r in found.resources] == [*_SHARDS, INDEX]
+    assert build_manifest(folder / INDEX) == found
+    (folder / "README.md").write_bytes(b"4")
+    assert build_manifest(folder) == found
+    (folder / _SHARDS[1]).write_bytes(b"4")
+    assert build_manifest(folder).digest != found.digest
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "", "[]", "{}", "[" * 100_000, '{"weight_map": {}}', '{"weight_map": []}',
+        '{"weight_map": {"a": "model-1-of-2.safetensors", "a": "model-2-of-2.safetensors"}}',
+        *(
+            {"weight_map": {"a": name}}
+            for name in (
+                "../model-1-of-2.safetensors", "/model-1-of-2.safetensors", "a\\b.safetensors",
+                "C:b.safetensors", "a\n.safetensors", "model-1-of-2.bin", 1, None,
+            )
+        ),
+    ],
+    ids=lambda index: str(index)[:60],
+)  # fmt: skip
+def test_index_that_names_no_files_beside_it_is_refused(tmp_path: Path, index: object) -> None:
+    folder = _sharded(tmp_path / "m", index)
+    for read in (build_manifest, storage_manifest):
+        with pytest.raises(Rejected) as rejected:
+            read(folder)
+        assert rejected.value.reason == "checkpoint/index"
+
+
+def test_large_index_is_refused(tmp_path: Path) -> None:
+    folder = _sharded(tmp_path / "m")
+    with open(folder / INDEX, "ab") as file:
+        file.truncate(LARGEST_INDEX + 1)
+    with pytest.raises(Rejected, match="bytes"):
+        build_manifest(folder)
+
+
+def test_shards_beside_a_single_file_are_refused(tmp_path: Path) -> None:
+    """Loaders differ in which of the two they read."""
+    folder = _tree(_sharded(tmp_path / "m"), {"model.safetensors": b"1"})
+    with pytest.raises(Rejected) as rejected:
+        build_manifest(folder)
+    assert rejected.value.reason == "checkpoint/ambiguous"
+
+
+def test_links_and_missing_shards_are_refused(tmp_path: Path) -> None:
+    folder = _sharded(tmp_path / "m")
+    (folder / _SHARDS[0]).rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=_SHARDS[0]):
+        build_manifest(folder)
+    (folder / _SHARDS[0]).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Rejected) as rejected:
+        build_manifest(folder)
+    assert rejected.value.reason == "checkpoint/symlink"
+    (folder / INDEX).rename(tmp_path / "index")
+    (folder / INDEX).symlink_to(tmp_path / "index")
+    with pytest.raises(Rejected):
+        build_manifest(folder)
+
+
+def test_configurations_of_storage_are_hashed_beside_weights(tmp_path: Path) -> None:
+    folder = _tree(_sharded(tmp_path / "m"), {"config.json": b"{}"})
+    found = storage_manifest(folder)
+    assert [r.name for r in found.resources] == ["config.json", *_SHARDS, INDEX]
+    with pytest.raises(Rejected) as rejected:
+        storage_manifest(_tree(tmp_path / "empty", {"config.json": b"{}"}))
+    assert rejected.value.reason == "checkpoint/empty"

@@ -19,6 +19,7 @@ from kcdsl_backends.drift.boxes import matrices, state
 from kcdsl_certs.recheck.interval import parameters
 from tests.support.small_models import write_model
 
+QUICK = ("--seconds", "0.2", "--bound-seconds", "0")
 CONTRACT = """\
 kcdsl: 1
 contract: sharded
@@ -58,12 +59,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.full
 def test_sharded_checkpoint_is_proved_signed_measured_and_checked(cli: Any, folder: Path) -> None:
     assert cli("keygen", "-o", "k.key", cwd=folder).code == 0
     verified = cli("verify", "--block", "attn_0", "--sign", "k.key", "--attack", "off", cwd=folder)
     assert verified.code == 0, verified.stderr
-    evaluated = cli("evaluate", "--sign", "k.key", cwd=folder)
+    evaluated = cli("evaluate", *QUICK, "--sign", "k.key", cwd=folder)
     assert evaluated.code == 0, evaluated.stderr
     certificates = [f"out/{name}.cert.json" for name in ("verify-attn_0", "evaluate")]
     check = ("check", *certificates, "--key", "k.key.pub", "--recheck", "--complete")

@@ -201,7 +201,6 @@ def test_verifiable_answers_are_accepted(
     assert goal["evidence"]["confirmed"] is (verdict == "held")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "words"),
     [
