@@ -201,7 +201,7 @@ def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:
                 engine=settings.engine,
                 jobs=settings.jobs,
             )
-            with _dropped_if_refused(checkpoint):
+            with _dropped_if_refused(checkpoint, settings.tell):
                 evidence = replace(
                     backend.gather(setting, progress, checkpoint, spread),
                     implied=implied_clauses(program),
@@ -316,14 +316,19 @@ def _unnamed(program: Program, files: Artefacts, signing: bool) -> str | None:
 
 
 @contextmanager
-def _dropped_if_refused(checkpoint: Any) -> Iterator[None]:
-    """Remove the run checkpoint of an evaluation that would be refused again when repeated."""
+def _dropped_if_refused(checkpoint: Any, tell: Callable[[str], None]) -> Iterator[None]:
+    """Remove the run checkpoint of an evaluation that would be refused again when repeated; say
+    that one which was interrupted can go on."""
     again = {codes.ABOVE_CERTIFIED, codes.NOTHING_TO_EVALUATE, codes.METRIC_OUT_OF_REACH}
     try:
         yield
     except Refusal as refusal:
         if again & {found.code for found in refusal.diagnostics}:
             checkpoint.remove()
+        raise
+    except KeyboardInterrupt:
+        if checkpoint.path.is_file():
+            tell(f"the same command goes on from {checkpoint.path}")
         raise
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from kcdsl.api import evaluation
 from kcdsl.model.architectures.llama import build
-from kcdsl_backends.empirical.table.checkpoint import _frames
+from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint, _frames
 from tests.support.commands import run_here
 
 CONFIG = {
@@ -353,6 +353,21 @@ def test_fresh_option_runs_every_request_again(
 def test_other_seed_restarts_the_evaluation(cli: Any, begun: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(begun, tmp_path / "seeded")
     assert "resumed" not in cli(*EVALUATE, "--seed", "1", cwd=folder).stderr
+
+
+def test_interrupted_run_says_that_the_command_goes_on(
+    cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunCheckpoint, "keep_run", interrupted)
+        ran = cli(*EVALUATE, "-o", "made", cwd=folder)
+    assert ran.code == 130
+    journal = Path("made", "evaluate.journal")
+    assert f"the same command goes on from {journal}" in ran.stderr
+    assert (folder / journal).is_file()
 
 
 @pytest.mark.full
