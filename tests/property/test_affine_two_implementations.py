@@ -31,7 +31,7 @@ from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support import proofs
-from tests.support.affine_rules import BEYOND, RULES
+from tests.support.affine_rules import BEYOND, ROWS, RULES, WIDTH, heads, scores, source
 from tests.support.grids import by_turns
 from tests.support.prover import block, parameters
 
@@ -406,3 +406,21 @@ def test_boxes_of_drifts_agree(
     some, looser = wide > 2.0**-20, wide * max(LESS, LOOSER_OF.get(rule, LOOSER)) + noise
     assert (derived.lo <= found.lo + looser)[some].all()
     assert (derived.hi >= found.hi - looser)[some].all()
+
+
+def test_first_row_of_causal_attention_agrees(tmp_path: Path) -> None:
+    """It reads itself alone, so that one row of the norm below is read, whose ratio is its own."""
+    rng, shape = np.random.default_rng(1), (2, ROWS, ROWS)
+    graph, x = source()
+    gain = graph.param("gain", 1 + 0.3 * rng.standard_normal(WIDTH))
+    x = graph.add("rms_norm", [x, gain], (ROWS, WIDTH), eps=1e-5)
+    mask = graph.constant("mask", np.tril(np.ones((ROWS, ROWS), dtype=bool)))
+    p = graph.add("softmax", [scores(graph, x, rng), mask], shape, role="probabilities")
+    y = graph.add("matmul", [p, heads(graph, x, rng, "v")], (2, ROWS, 3), role="context")
+    y = graph.reshape(graph.permute(y, [1, 0, 2]), (ROWS, WIDTH))
+    weight = graph.param("o", rng.standard_normal((WIDTH, WIDTH)) / 2)
+    graph.add("linear", [y, weight], (ROWS, WIDTH))
+    records = KERNELS["float32 any"], KERNELS["bfloat16 any"]
+    found, derived = drifts(tmp_path, graph, records, rng.standard_normal((ROWS, WIDTH)), 2.0**-4)
+    for mine, other in ((found.lo, derived.lo), (found.hi, derived.hi)):
+        assert (np.abs(other[0]) <= np.abs(mine[0]) * (1 + 2.0**-10)).all()

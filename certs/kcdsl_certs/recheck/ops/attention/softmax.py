@@ -285,16 +285,17 @@ def _times(p: Floats) -> VJP:
 
 def _project(p: Floats, allowed: Bools) -> VJP:
     """Return the pullback of Πy = y - pΣy: α - (α·p). For one row it omits the columns at either
-    end that are masked in all heads: there, y is zero."""
+    end that are masked in all heads: there, y and p are zero."""
     n, allowed = p.shape[-1], np.atleast_2d(allowed)
     some = np.asarray(allowed.reshape(-1, *allowed.shape[-2:]).any(axis=0))
     firsts, lasts = some.argmax(axis=-1), n - some[:, ::-1].argmax(axis=-1)
 
     def vjp(adjoint: Adjoint) -> Adjoint:
-        first, last = 0, n
+        first, last, columns = 0, n, adjoint.start[-1]
         if adjoint.extent[-2:-1] == (1,):
-            t, columns = adjoint.start[-2], adjoint.window[-1]
-            first, last = min(int(firsts[t]), columns.start), max(int(lasts[t]), columns.stop)
+            first, last = int(firsts[adjoint.start[-2]]), int(lasts[adjoint.start[-2]])
+            values = adjoint.values[..., max(first - columns, 0) : max(last - columns, 0)]
+            adjoint = Adjoint(values, (*adjoint.start[:-1], max(first, columns)))
         start, extent = (*adjoint.start[:-1], first), (*adjoint.extent[:-1], last - first)
         whole = embedded(adjoint, start, extent)
         along = (whole.values * p[whole.window]).sum(axis=-1, keepdims=True)

@@ -92,13 +92,13 @@ def averages(
 
     def to_inputs(adjoint: Adjoint) -> Adjoint | ManyRows:
         heads, rows, columns = adjoint.window
+        t, shares = rows.start, _trimmed(p.reference[heads, rows.start])
         if rows_of is not None:
-            t, through = rows.start, last.of(adjoint).through(rows_of)
+            through = last.of(adjoint).through(rows_of)
             own = np.diagonal(p.reference[heads], axis1=1, axis2=2)
-            shares = _trimmed(p.reference[heads, t])
             return ManyRows(rows_of, t, adjoint.batch, shares, through, own)
         each = np.einsum("bhd,hdn->bhn", adjoint.values[:, :, 0], weight[heads, columns])
-        found = np.einsum("hj,bhn->bjn", p.reference[heads, rows.start], each)
+        found = np.einsum("hj,bhn->bjn", shares, each)
         return Adjoint(np.ascontiguousarray(found), (0, 0))
 
     operands: tuple[tuple[int, RowVJP], ...]
