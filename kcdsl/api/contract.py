@@ -49,7 +49,7 @@ class VerifyOptions(TypedDict, total=False):
     time_limit: float | None
     cache: PathLike | None
     output: PathLike | None
-    sign: str | Sequence[str]
+    sign: PathLike | Sequence[PathLike]
     stage: str
     lifetime: timedelta
     allow_code: bool
@@ -67,7 +67,7 @@ class EvaluateOptions(TypedDict, total=False):
     jobs: int | None
     engine: str
     output: PathLike | None
-    sign: str | Sequence[str]
+    sign: PathLike | Sequence[PathLike]
     stage: str
     lifetime: timedelta
     allow_code: bool
@@ -161,10 +161,8 @@ class Contract(TableResult):
         clauses if any, and write a certificate or its statement. Raises Refusal."""
         from kcdsl.api.verification import VerifySettings, verify
 
-        options["sign"] = several(options.get("sign", ()))
-        return verify(
-            self, VerifySettings(blocks=several(block), clauses=several(clause), **options)
-        )
+        given: dict[str, Any] = {**options, "sign": several(options.get("sign", ()))}
+        return verify(self, VerifySettings(blocks=several(block), clauses=several(clause), **given))
 
     def evaluate(
         self, slices: str | Sequence[str] = (), **options: Unpack[EvaluateOptions]
@@ -173,8 +171,8 @@ class Contract(TableResult):
         the certificate or its statement. Raises Refusal."""
         from kcdsl.api.evaluation import EvaluateSettings, evaluate
 
-        options["sign"] = several(options.get("sign", ()))
-        return evaluate(self, EvaluateSettings(slices=several(slices), **options))
+        given: dict[str, Any] = {**options, "sign": several(options.get("sign", ()))}
+        return evaluate(self, EvaluateSettings(slices=several(slices), **given))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each clause."""

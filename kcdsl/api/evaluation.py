@@ -63,7 +63,7 @@ class EvaluateSettings:
     jobs: int | None = None
     engine: str = "processes"
     output: PathLike | None = None
-    sign: Sequence[str] = ()
+    sign: Sequence[PathLike] = ()
     stage: str = "offline-ci"
     lifetime: timedelta = field(default_factory=lambda: timedelta(days=90))
     allow_code: bool = False
@@ -290,7 +290,7 @@ def _unread(program: Program) -> bool:
     return program.train.recording is not None and program.infer.recording is not None
 
 
-def _keys_for(program: Program, named: Sequence[str]) -> tuple[SigningKey, ...]:
+def _keys_for(program: Program, named: Sequence[PathLike]) -> tuple[SigningKey, ...]:
     """Return the keys that sign the certificate; refuse any that are named for recorded kernels."""
     if named and _unread(program):
         raise refuse(

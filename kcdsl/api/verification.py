@@ -89,7 +89,7 @@ class VerifySettings:
     time_limit: float | None = None
     cache: PathLike | None = None
     output: PathLike | None = None
-    sign: Sequence[str] = ()
+    sign: Sequence[PathLike] = ()
     stage: str = "offline-ci"
     lifetime: timedelta = field(default_factory=lambda: timedelta(days=90))
     allow_code: bool = False

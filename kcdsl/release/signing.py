@@ -116,7 +116,7 @@ def _read_key(path: Path) -> bytes:
 CERTIFICATE, STATEMENT = ".cert.json", ".statement.json"
 
 
-def signing_keys(given: Sequence[str]) -> tuple[SigningKey, ...]:
+def signing_keys(given: Sequence[str | os.PathLike[str]]) -> tuple[SigningKey, ...]:
     """Return the given keys; raises Refusal for a key that is missing, unusable or given twice.
     A key beside a contract is not used unless it is given."""
     keys = tuple(read_private_key(Path(name)) for name in given)

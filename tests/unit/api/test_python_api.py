@@ -224,6 +224,8 @@ def test_one_key_may_be_named_by_itself(folder: Path) -> None:
     with pytest.raises(kcdsl.Refusal, match=r"there is no key missing\.key"):
         kcdsl.load(folder).verify("attn_0", sign="missing.key")
     with pytest.raises(kcdsl.Refusal, match=r"there is no key missing\.key"):
+        kcdsl.load(folder).verify("attn_0", sign=[Path("missing.key")])
+    with pytest.raises(kcdsl.Refusal, match=r"there is no key missing\.key"):
         kcdsl.load(folder).evaluate(sign="missing.key")
 
 
