@@ -166,9 +166,7 @@ class ImageEllipsoid:
 
     def of_same(self, other: ImageEllipsoid) -> bool:
         """Return whether another image has the same functionals."""
-        one, two = self.functionals, other.functionals
-        same = one.data_ptr() == two.data_ptr() and one.shape == two.shape
-        return same and one.stride() == two.stride()
+        return self.functionals.is_set_to(other.functionals)
 
 
 def _images(parts: Sequence[tuple[ImageEllipsoid, float]]) -> Tensor:
