@@ -74,7 +74,7 @@ class EvaluateOptions(TypedDict, total=False):
 
 
 PathLike = str | os.PathLike[str]
-_LEAST = {"looks": 1, "jobs": 1, "threads": 1, "threshold": 1}
+_LEAST = {"looks": 1, "jobs": 1, "threads": 1}
 _LARGEST = 2**63 - 1
 _DEVICES = ("auto", "cpu", "cuda")
 _TEXT, _PATH = "text, as on the command line", "a path"

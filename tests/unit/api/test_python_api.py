@@ -185,7 +185,6 @@ def test_values_of_another_type_are_refused(
         {"recheck": 0},
         {"complete": None},
         {"threshold": "2"},
-        {"threshold": 0},
         {"minimum_sequence": -1},
         {"key": 3},
         {"policy": 3},
