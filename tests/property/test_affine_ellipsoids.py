@@ -285,7 +285,12 @@ def test_sums_of_images_contain_their_members(seed: int) -> None:
         whole = np.diag(shape) if shape.ndim == 1 else shape
         total = total + members(rng, whole, 400) @ functionals.T
     theirs = [checker.EllipsoidImage.of(*part) for part in parts]
-    ours = [prover.ImageEllipsoid.of(*map(torch.from_numpy, part)) for part in parts]
+    first = torch.from_numpy(matrix)
+    maps = first, first.view(matrix.shape), torch.from_numpy(other)
+    ours = [
+        prover.ImageEllipsoid.of(one, torch.from_numpy(shape))
+        for one, (_, shape) in zip(maps, parts, strict=True)
+    ]
     by_checker = [np.asarray(part) for part in checker.multiplied([plain, *theirs])]
     by_prover = [np.asarray(part) for part in prover.joined([torch.from_numpy(plain), *ours])]
     for around, each in (
