@@ -182,7 +182,9 @@ def test_number_of_bounded_functionals_is_counted(
     x, zero = torch.from_numpy(rng.standard_normal(graph.input_shape)), torch.zeros(1, 1).double()
 
     def bounded(count: int) -> int:
-        monkeypatch.setattr("kcdsl_backends.drift.affine_forms.functionals_allowed", lambda graph: count)
+        monkeypatch.setattr(
+            "kcdsl_backends.drift.affine_forms.functionals_allowed", lambda graph: count
+        )
         forms = affine_forms(block(graph), side, side, x, zero, alpha=ALPHA)
         forms.box()
         assert forms.chance is not None
