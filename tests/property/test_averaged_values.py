@@ -319,3 +319,52 @@ def test_alternative_bound_is_never_wider(tmp_path: Path) -> None:
             assert bool((near <= wide * (1 + 2.0**-12)).all())
             gained = max(gained, float((wide / near).max()))
     assert gained > 1.001
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_drifts_of_row_sums_agree(tmp_path: Path, name: str) -> None:
+    """Roundings of probabilities are most of them: without these, the rest is of float64."""
+    rng = np.random.default_rng(6)
+    graph = RULES[RULE](rng)
+    centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
+    both = [made(graph, KERNELS[name], centre, 2.0**-9, tmp_path) for made in (prover, checker)]
+    np.testing.assert_allclose(both[1].balance, both[0].balance, rtol=2.0**-6)
+    assert (both[1].balance > 2.0**-40).all()
+
+
+def test_functionals_of_some_heads_are_bounded_as_in_all(tmp_path: Path) -> None:
+    """Heads 2 and 3 have the same scores and values, so that own errors of values cancel."""
+    rng, graph = np.random.default_rng(7), proofs.Graph((ROWS, INPUTS))
+    x = graph.add("input", [], (ROWS, INPUTS))
+    parts = list[str]()
+    for count in (4, 4, 2):
+        weight = rng.standard_normal((count * WIDTH, INPUTS)) / 2
+        weight[3 * WIDTH :] = weight[2 * WIDTH : 3 * WIDTH]
+        part = graph.add(
+            "linear", [x, graph.param(f"w{len(parts)}", weight)], (ROWS, count * WIDTH)
+        )
+        parts.append(graph.permute(graph.reshape(part, (ROWS, count, WIDTH)), [1, 0, 2]))
+    values = graph.expand(graph.reshape(parts[2], (2, 1, ROWS, WIDTH)), (2, 2, ROWS, WIDTH))
+    values = graph.reshape(values, (4, ROWS, WIDTH))
+    key, square = graph.permute(parts[1], [0, 2, 1]), (4, ROWS, ROWS)
+    scores = graph.add("matmul", [parts[0], key], square, role="scores")
+    shares = graph.add("softmax", [scores], square, role="probabilities")
+    last = graph.add("matmul", [shares, values], (4, ROWS, WIDTH), role="context")
+    sha256 = proofs.write_safetensors(tmp_path / "model.safetensors", graph.tensors)
+    record, centre = KERNELS["free casts"], rng.standard_normal((ROWS, INPUTS))
+    proof = parse(proofs.dump(proofs.document(graph, record, record, sha256, centre, 0.0)))
+    scene = Derivation(proof, read(tmp_path / "model.safetensors").tensors).problem(proof.cases[0])
+    made = written(graph, record, centre, 0.0).passes.to_json()
+    hints = {Pass(p["at"], p["of"], p["kind"], p["stop"]): tuple(p["rows"]) for p in made}
+    with np.errstate(all="ignore"):
+        found = walk(scene, scene.train, hints)
+    forms: Any = found.forms
+    place = forms[last].place
+    assert found.tape.entries[place].averaged is not None
+    alpha = rng.standard_normal((1, 1, 1, WIDTH)) * np.array([1.0, -1.0])[:, None, None]
+    whole = np.concatenate([np.zeros_like(alpha), alpha], axis=1)
+    some, all_heads = (
+        found.tape.bound(place, Adjoint(values, (start, 1, 0))).radius
+        for values, start in ((alpha, 2), (whole, 0))
+    )
+    np.testing.assert_allclose(some, all_heads, rtol=2.0**-16)  # float32 products
