@@ -158,7 +158,7 @@ def checker(graph: Any, record: Any, centre: Array, radius: float, folder: Path)
         pulled: Any = {place: pull(a) for place, pull in averaged.operands}
         of_x = pulled[x.place]
         if isinstance(of_x, Adjoint):
-            still = of_x.values[0]
+            still = embedded(of_x, (0, 0), x.shape).values[0]
         else:  # sums over rows, which nothing forms as a whole
             still = _carried(p.reference[:, row], alpha, weight)
         of_p = embedded(pulled[p.place], a.start, (HEADS, 1, p.shape[-1])).values[0, :, 0]
