@@ -20,7 +20,7 @@ from kcdsl_backends.drift.affine.kernel import KernelRun
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.ops.bilinear import heads
 from kcdsl_backends.drift.ops.one_row import row_of_values
-from kcdsl_certs.recheck.affine.adjoint import Adjoint
+from kcdsl_certs.recheck.affine.adjoint import Adjoint, embedded
 from kcdsl_certs.recheck.affine_walk import walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import Pass, parse
@@ -169,7 +169,7 @@ def checker(rng: np.random.Generator, groups: int, folder: Path) -> Product:
         assert isinstance(found_p, Adjoint)
         assert isinstance(found_x, Adjoint)
         of_p[where[0]] = found_p.values[0, :, 0]
-        return float(high[0]), of_p, found_x.values[0]
+        return float(high[0]), of_p, embedded(found_x, (0, 0), one.reach.shape).values[0]
 
     return Product(one, values.weight, v.reference, claim)
 
