@@ -27,6 +27,18 @@ def at(window: Window) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in window)
 
 
+CACHED = 2**16
+"""Numbers of functionals that go through elementwise operations together, on a processor."""
+
+
+def in_cache(values: Tensor) -> Sequence[Tensor]:
+    """Split functionals [B, ...] into parts that stay in the cache of a processor."""
+    if values.device.type != "cpu":
+        return [values]
+    count = max(1, CACHED // max(1, math.prod(values.shape[1:])))
+    return [values[start : start + count] for start in range(0, max(1, len(values)), count)]
+
+
 @dataclass(frozen=True, slots=True)
 class Adjoint:
     """B functionals e -> Σ values·e of a tensor e of shape `shape`.
@@ -122,13 +134,15 @@ class Adjoint:
 
     def magnitude(self, radius: Tensor) -> Tensor:
         """Return Σ |values|·radius [B]: the largest value on |e| <= radius."""
-        part = radius.expand(self.shape)[at(self.window)]
-        return self.values.abs().flatten(1) @ part.flatten()
+        return self.magnitudes(radius)[0]
 
     def magnitudes(self, *radii: Tensor) -> list[Tensor]:
         """Return Σ |values|·radius [B] of several radii."""
-        sizes, window = self.values.abs().flatten(1), at(self.window)
-        return [sizes @ radius.expand(self.shape)[window].flatten() for radius in radii]
+        window = at(self.window)
+        each = torch.stack([r.expand(self.shape)[window].flatten() for r in radii], 1)
+        sizes = (values.abs().flatten(1) for values in in_cache(self.values))
+        found = torch.cat([size @ each for size in sizes])
+        return list(found.unbind(1))
 
     def each(self, radius: Tensor) -> Tensor:
         """Return |values|·radius of every element of the window [B, n]."""

@@ -25,6 +25,7 @@ from kcdsl_backends.drift.affine.adjoint import (
     at,
     by_rows,
     diagonal,
+    in_cache,
     largest_eigenvalue,
     square_of,
 )
@@ -579,15 +580,9 @@ class Remainder:
     def _by_total(self, a: Adjoint) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest values by the ends and the total of each row."""
         part = at(a.window)
-        weights, low, high = a.values.abs(), -self.low[part], self.high[part]
-        total = self.total[part[:-1]]
-        order = weights[..., :: _step(weights)].argsort(dim=-1, descending=True)
-        if torch.equal(low, high):
-            most = least = _largest(weights, high[None], total, order)
-        else:
-            positive = a.values > 0
-            most = _largest(weights, torch.where(positive, high, low), total, order)
-            least = _largest(weights, torch.where(positive, low, high), total, order)
+        low, high, total = -self.low[part], self.high[part], self.total[part[:-1]]
+        ends = [_extremes(values, low, high, total) for values in in_cache(a.values)]
+        least, most = (torch.cat(bounds) for bounds in zip(*ends, strict=True))
         return -least, most
 
     def _around(self, a: Adjoint) -> list[Part]:
@@ -610,9 +605,7 @@ class Remainder:
         """Bound |A o| by column norms and, as Σ o²/cap <= Σ|o|, by A∘√cap, over the rows read."""
         most, whole = self._ends(a)
         columns = a.values.norm(dim=0, keepdim=True) * SAFE
-        order = columns[..., :: _step(columns)].argsort(dim=-1, descending=True)
-        total = self.total[at(a.window[:-1])]
-        one_by_one = float(_largest(columns, most[None], total, order))
+        one_by_one = float(_extremes(columns, most, most, self.total[at(a.window[:-1])])[1])
         scaled = (a.values * most.sqrt()).flatten(1)
         alone = diagonal(scaled)
         if alone is not None:
@@ -623,35 +616,35 @@ class Remainder:
         return min(one_by_one, math.sqrt(spread * whole) * SAFE)
 
 
-def _largest(weights: Tensor, caps: Tensor, total: Tensor, order: Tensor) -> Tensor:
-    """Bound Σ weights·t over 0 <= t <= caps with row sums up to total: [B, ..., n] -> [B].
+def _extremes(values: Tensor, low: Tensor, high: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Bound -Σ values·o and Σ values·o over -low <= o <= high with Σ|o| up to the total of every
+    row: values [B, ..., n] -> [B].
 
-    Any price λ >= 0 gives the bound λ·total + Σ max(weights - λ, 0)·caps; the weight of the last
-    element that is taken whole or in part, greatest weight first, is the best one. In long rows it
-    is looked up among some of the elements, of which `order` is the order by weight.
+    Any price λ >= 0 gives λ·total + Σ max(values - λ, 0)·high + Σ max(-values - λ, 0)·low.
+    The best price is the size of the last element that is taken whole or in part, largest first. In
+    long rows it is looked up among some of the elements.
     """
-    step = _step(weights)
-    if bool((caps.sum(-1, keepdim=True) <= total).all()):
-        return _against(weights, caps).flatten(1).sum(-1) * SAFE
-    ordered = weights[..., ::step].gather(-1, order)
-    some = caps[..., ::step].expand_as(ordered).gather(-1, order) * step
-    last = (some.cumsum(-1) < total).sum(-1, keepdim=True)
-    price = torch.where(
-        last < ordered.shape[-1],
-        ordered.gather(-1, last.clamp_max(ordered.shape[-1] - 1)),
-        torch.zeros_like(ordered[..., :1]),
-    )
-    over = (weights - price).clamp_min_(0)
-    value = price[..., 0] * total[..., 0] + _against(over, caps)
-    return value.flatten(1).sum(-1) * SAFE if value.dim() > 1 else value * SAFE
+    sizes, step = values.abs(), max(1, values.shape[-1] // SAMPLE)
+    some, order = sizes[..., ::step].sort(dim=-1, descending=True)
+    all_fit = torch.maximum(low, high).sum(-1, keepdim=True) <= total
 
+    def price_for(caps: Tensor) -> Tensor:
+        last = (caps.gather(-1, order).cumsum(-1) * step < total).sum(-1, keepdim=True)
+        found = some.gather(-1, last.clamp_max(some.shape[-1] - 1))
+        return torch.where((last == some.shape[-1]) | all_fit, 0.0, found)
 
-def _against(weights: Tensor, caps: Tensor) -> Tensor:
-    """Bound Σ weights·caps over the last dimension; all functionals share caps [1, ..., n]."""
-    sums = torch.einsum("b...n,b...n->b...", weights, caps.expand_as(weights))
-    return sums * (1 + 2 * gamma(weights.shape[-1]))
+    def bound(price: Tensor, *parts: tuple[Tensor, Tensor]) -> Tensor:
+        value = (price[..., 0] * total[..., 0]).reshape(len(values), -1).sum(-1)
+        for weights, caps in parts:
+            over = (weights - price).clamp_min_(0).reshape(len(values), -1)
+            value = value + over @ caps.flatten()
+        return value * (1 + 2 * gamma(low.numel() + 8))
 
-
-def _step(weights: Tensor) -> int:
-    """Return the distance of the elements among which a price is looked up."""
-    return max(1, weights.shape[-1] // SAMPLE)
+    if torch.equal(low, high):
+        most = bound(price_for(high[..., ::step].expand_as(some)), (sizes, high))
+        return most, most
+    minus, positive = -values, values[..., ::step] > 0
+    upper, lower = high[..., ::step], low[..., ::step]
+    most = bound(price_for(torch.where(positive, upper, lower)), (values, high), (minus, low))
+    least = bound(price_for(torch.where(positive, lower, upper)), (values, low), (minus, high))
+    return least, most

@@ -284,7 +284,7 @@ def _product(functionals: Tensor, weight: Tensor) -> Tensor:
     """Return functionals [B, ..., out] times a weight; those that are zero take no time."""
     some = functionals.flatten(1).any(-1)
     if bool(some.all()):
-        return functionals @ weight
+        return functionals.contiguous() @ weight
     found = functionals.new_zeros(*functionals.shape[:-1], weight.shape[1])
     found[some] = functionals[some] @ weight
     return found
