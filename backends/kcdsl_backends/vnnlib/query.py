@@ -427,7 +427,7 @@ class _First(_Reader):
 
     equals: ClassVar[tuple[str, ...]] = ("=", "==")
     number: ClassVar[re.Pattern[str]] = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-    known: dict[str, set[int]] = field(default_factory=lambda: {"X": set(), "Y": set()})
+    known: dict[str, dict[int, _Token | _Form]] = field(default_factory=lambda: {"X": {}, "Y": {}})
 
     def query(self, forms: Sequence[_Token | _Form]) -> Query:
         counts = self.known
@@ -441,7 +441,7 @@ class _First(_Reader):
                     raise self.wrong(
                         form, f"{words[1]} is declared twice", "leave one of the declarations out"
                     )
-                counts[found[1]].add(int(found[2]))
+                counts[found[1]][int(found[2])] = form
             elif head == "assert" and isinstance(form, _Form) and len(words) == 2:
                 asserted.append(self.formula(form.items[1]))
             else:
@@ -454,8 +454,13 @@ class _First(_Reader):
         if not asserted or not all(sizes.values()):
             raise _wrong(self.source, Span(0, 0), "the query has no X, no Y or no assertion")
         for name, places in counts.items():
-            if max(places) != len(places) - 1:
-                raise _wrong(self.source, Span(0, 0), f"the elements of {name} are not numbered")
+            last = max(places)
+            if last >= len(places):
+                raise self.wrong(
+                    places[last],
+                    f"{name}_{last} is declared, but only {len(places)} elements of {name} are",
+                    f"number the elements of {name} from 0 on, without gaps",
+                )
         variables = (
             QueryVariable("X", "real", (sizes["X"],), "input"),
             QueryVariable("Y", "real", (sizes["Y"],), "output"),

@@ -141,9 +141,14 @@ def test_inputs_are_numbers_of_their_type(
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("X_00", "expected a declaration"), ("X_0", "X_0 is declared twice")]
+    ("name", "why"),
+    [
+        ("X_00", "expected a declaration"),
+        ("X_0", "X_0 is declared twice"),
+        ("X_9", "X_9 is declared, but only 3 elements of X are"),
+    ],
 )
-def test_elements_have_one_spelling_and_one_declaration(
+def test_elements_have_one_spelling_one_declaration_and_no_gaps(
     name: str, why: str, tmp_path: Path, networks: dict[str, Path]
 ) -> None:
     text = f"{FIRST}(declare-const {name} Real) (assert (>= {name} 2)) (assert (>= Y_0 0))"
