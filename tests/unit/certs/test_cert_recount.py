@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import canonical_digest
 from kcdsl_certs.statement import (
+    ATTACK,
     CertifiedClause,
     Evidence,
     ProofReference,
@@ -22,6 +25,7 @@ from kcdsl_certs.statement import (
     Verdict,
 )
 from kcdsl_certs.verification.recount import Recount
+from kcdsl_certs.verification.rows import read_rows, select
 from tests.support.quantities import norm
 
 DATA = b'{"id": "a", "tokens": [1, 2]}\n{"id": "b", "tokens": [1, 2, 3]}\n'
@@ -184,3 +188,233 @@ def test_sample_counts_prompts_and_census_counts_rows(
             count.run([clause])
             found.add(n)
     assert found == admitted
+
+
+# --- records, proofs and data that contradict a result --------------------------------------------
+
+THREE = b'{"id": "a", "tokens": [1]}\n{"id": "b", "tokens": [2]}\n{"id": "c", "tokens": [3]}\n'
+NAME = "rows.jsonl"
+KEPT = Quantity("share", fields=("trace_id",))
+TIME = Quantity("statistic", "mean", (Quantity("metric", "latency"),))
+
+
+def recounted(
+    folder: Path,
+    *,
+    records: list[dict[str, object]] | None = None,
+    cases: list[dict[str, object]] | None = None,
+    data: bytes = THREE,
+    **changes: Any,
+) -> Recount:
+    """Recount one census of three rows, with the changes of its fields."""
+    (folder / NAME).write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    clause = CertifiedClause(
+        obligation="C/all/0",
+        id="C",
+        quantity=KEPT,
+        op=">=",
+        tau=Fraction(1),
+        unit="1",
+        evidence=Evidence.CENSUS,
+        method="census/1",
+        verdict=Verdict.PASSED,
+        slice="all",
+        slice_digest=canonical_digest({"data": digest, "where": WHERE}),
+        n=3,
+        counted="records",
+    )
+    if cases is not None:
+        proof = json.dumps({"cases": cases}).encode()
+        (folder / "x.proof.json").write_bytes(proof)
+        reference = ProofReference(hashlib.sha256(proof).hexdigest(), "x.proof.json")
+        clause = replace(clause, proof=reference, method="interval/1")
+    text = None if records is None else "\n".join(map(json.dumps, records)).encode()
+    slices, pins = {"all": SliceSource(NAME, WHERE, units="rows")}, {NAME: digest}
+    count = Recount(slices, lambda name: folder / name, pins, folder, text)
+    count.run([replace(clause, **changes)])
+    return count
+
+
+def logged(*names: str, **fields: object) -> list[dict[str, object]]:
+    """Return one record of each request."""
+    record = {"slices": ["all"], "trace_id": "t", "latency_s": [0.1], **fields}
+    return [{"request": f"{NAME}:{name}", **record} for name in names]
+
+
+def cases_of(*rows: tuple[str, list[int]]) -> list[dict[str, object]]:
+    """Return the cases of a proof with the tokens of rows."""
+    return [{"name": name, "region": {"ids": ids}} for name, ids in rows]
+
+
+WHOLE = cases_of(("a", [1]), ("b", [2]), ("c", [3]))
+
+
+def test_honest_counts_are_accepted(tmp_path: Path) -> None:
+    assert recounted(tmp_path, records=logged("a", "b", "c")).counted
+    assert recounted(tmp_path, cases=WHOLE, quantity=norm("inf", "attn_0")).counted
+    timed = recounted(tmp_path, records=logged("a", "b", "c"), quantity=TIME, counted="requests")
+    assert timed.counted
+    empty = [*logged("a", "b"), *logged("c", trace_id="")]
+    allowed: dict[str, Any] = {"budget": Fraction(1, 2), "verdict": Verdict.PASSED}
+    assert recounted(tmp_path, records=empty, exceed=1, **allowed).counted
+
+
+@pytest.mark.parametrize(
+    ("records", "changes", "reason"),
+    [
+        (logged("a", "b", "c", "c"), {}, "recount/duplicate: a request is recorded twice"),
+        (logged("a", "b"), {}, "recount/rows-missing: .* 1 row"),
+        (logged("a", "b", "c", "d"), {}, "recount/rows-extra: .* 1 record"),
+        (
+            [*logged("a", "b"), *logged("c", request="other.jsonl:c")],
+            {},
+            "recount/rows-extra: .* a record of other data",
+        ),
+        (logged("a", "b", "c"), {"counted": "pages"}, "recount/unit"),
+        (logged("a", "b", "c", trace_id=""), {}, "recount/fields-missing: .* 3 record"),
+        ([*logged("a", "b"), *logged("c", trace_id=None)], {}, "recount/fields-missing"),
+        (
+            [*logged("a", "b"), *logged("c", trace_id=[])],
+            {"exceed": 0, "budget": Fraction(1, 2)},
+            "recount/count: .* 0 without a field, 1 are recorded",
+        ),
+        (
+            logged("a", "b", "c"),
+            {"exceed": 1, "budget": Fraction(1, 2)},
+            "recount/count: .* 1 without a field, 0 are recorded",
+        ),
+        (
+            [*logged("a", "b"), *logged("c", latency_s=[])],
+            {"quantity": TIME, "counted": "requests"},
+            "recount/rows-missing: .* never timed",
+        ),
+    ],
+    ids=[
+        "a request twice",
+        "a row without record",
+        "a record without row",
+        "other data",
+        "an unknown unit",
+        "no field anywhere",
+        "a field without value",
+        "exceedances left out",
+        "exceedances made up",
+        "a row without times",
+    ],
+)
+def test_records_that_contradict_a_result_are_refused(
+    tmp_path: Path, records: list[dict[str, object]], changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(Rejected, match=reason):
+        recounted(tmp_path, records=records, **changes)
+
+
+@pytest.mark.parametrize(
+    ("cases", "reason"),
+    [
+        ([*WHOLE, *cases_of(("a", [1]))], "recount/duplicate: .* a case is there twice"),
+        (WHOLE[:2], "recount/rows-missing: .* no case of 1 row"),
+        ([*WHOLE, *cases_of(("d", [4]))], "recount/rows-extra: .* 1 case"),
+        (cases_of(("a", [1]), ("b", [2]), ("c", [2])), "recount/case-mismatch: .* c has other"),
+    ],
+    ids=["a case twice", "a row without case", "a case without row", "other tokens"],
+)
+def test_proofs_of_other_rows_are_refused(
+    tmp_path: Path, cases: list[dict[str, object]], reason: str
+) -> None:
+    with pytest.raises(Rejected, match=reason):
+        recounted(tmp_path, cases=cases, quantity=norm("inf", "attn_0"))
+
+
+def test_boxes_of_no_row_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.proof.json").write_bytes(b"{}")
+    with pytest.raises(Rejected, match="selects no row"):
+        recounted(tmp_path, cases=WHOLE, data=b"", region=Region("hull", "all"))
+
+
+def test_attacks_on_more_inputs_than_rows_are_refused(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "method": ATTACK,
+        "verdict": Verdict.FAILED,
+        "quantity": norm("inf", "attn_0"),
+    }
+    recounted(tmp_path, n=3, **changes)
+    with pytest.raises(Rejected, match="4 of 3 rows"):
+        recounted(tmp_path, n=4, **changes)
+
+
+def test_slices_other_than_the_signed_one_are_refused(tmp_path: Path) -> None:
+    other = canonical_digest({"data": hashlib.sha256(THREE).hexdigest(), "where": {"any": []}})
+    with pytest.raises(Rejected, match="recount/slice-mismatch"):
+        recounted(tmp_path, records=logged("a", "b", "c"), slice_digest=other)
+
+
+def test_data_too_large_to_count_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kcdsl_certs.verification.recount.LARGEST_DOCUMENT", len(THREE) - 1)
+    with pytest.raises(Rejected, match="too large"):
+        recounted(tmp_path, records=logged("a", "b", "c"))
+
+
+# --- rows of data, and predicates -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[]",
+        b'{"tokens": [1]}',
+        b'{"id": ""}',
+        b'{"id": true}',
+        b'{"id": "a", "id": "b"}',
+        b'{"id": "a", "x": 1e401}',
+        b'{"id": "a", "x": NaN}',
+        b'{"id": "a"}\n{"id": "a"}',
+        b'{"id": 1}\n{"id": "1"}',
+        b'{"id": "\xff"}',
+    ],
+)
+def test_unclear_rows_are_refused(line: bytes) -> None:
+    with pytest.raises(Rejected, match="recount/rows"):
+        read_rows(line, "model")
+
+
+def test_comparisons_of_fields_and_lengths_select_rows() -> None:
+    rows = read_rows(
+        b'{"id": "a", "x": true, "n": 2, "text": "bcd"}\n'
+        b'{"id": "b", "x": false, "n": 2.5, "tokens": [1]}',
+        "model",
+    )
+
+    def names(field: str, op: str, value: object) -> tuple[str, str]:
+        found = select(rows, {"field": field, "op": op, "value": value})
+        return "".join(row.id for row in found.rows), "".join(row.id for row in found.open)
+
+    assert names("x", "==", True) == ("a", "")
+    assert names("x", "!=", True) == ("b", "")
+    assert names("n", "<=", {"real": "2"}) == ("a", "")
+    assert names("n", ">", {"real": "2"}) == ("b", "")
+    assert names("length", "==", {"real": "1"}) == ("b", "a")
+    assert names("length", "!=", {"real": "1"}) == ("", "a")
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ({"field": "x", "op": "~", "value": True}, "recount/predicate"),
+        ({"field": "x", "op": "==", "value": None}, "recount/predicate"),
+        ({"field": "x", "op": "==", "value": 1}, "recount/predicate"),
+        ({"field": "x", "op": "==", "value": True, "more": 1}, "recount/predicate"),
+        ({"all": [], "any": []}, "recount/predicate"),
+        ({"field": "x", "op": "==", "value": {"real": "1"}}, "recount/rows"),
+        ({"field": "x", "op": "!=", "value": "true"}, "recount/rows"),
+        ({"field": "y", "op": "!=", "value": True}, "recount/rows"),
+    ],
+)
+def test_predicates_that_rows_do_not_answer_are_refused(
+    where: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(Rejected, match=reason):
+        select(read_rows(b'{"id": "a", "x": true}', "model"), where)

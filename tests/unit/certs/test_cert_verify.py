@@ -30,6 +30,7 @@ from kcdsl_certs.statement import (
     PREDICATE_TYPE,
     CertifiedClause,
     Expectation,
+    Input,
     Predicate,
     RequiredClause,
     Scope,
@@ -554,3 +555,46 @@ def test_required_clauses_are_parsed_strictly() -> None:
         RequiredClause.from_json({"id": "x", "alternatives": [], "odd": 1})
     with pytest.raises(Rejected):
         RequiredClause.from_json({"id": "x", "alternatives": [[{"quantity": "q"}]]})
+
+
+# --- inputs, evidence and scope -------------------------------------------------------------------
+
+
+def test_inputs_beyond_the_expected_ones_are_compared_with_their_files(
+    body: Predicate, certify: Certify, check: CheckBundle, tmp_path: Path
+) -> None:
+    """An input that the contract's own code imported, for instance."""
+    (tmp_path / "metric.py").write_bytes(b"changed")
+
+    def found(name: str, content: bytes, **options: Any) -> Report:
+        more = Input(name, hashlib.sha256(content).hexdigest())
+        bundle = certify(dataclasses.replace(body, inputs=(*body.inputs, more)))
+        return check(bundle, data=lambda name: tmp_path / name, **options)
+
+    assert _failures(found("metric.py", b"changed")) == []
+    assert _failures(found("metric.py", b"signed")) == [("components", "input/mismatch")]
+    assert _failures(found("lost.py", b"signed")) == []
+    absent = found("lost.py", b"signed", strict=True)
+    assert ("components", "input/not-at-hand") in _failures(absent)
+    twice = found(body.inputs[0].name, b"signed")
+    assert _failures(twice) == [("components", "input/duplicate")]
+
+
+def test_evidence_and_proofs_that_are_too_large_are_refused(
+    body: Predicate, certify: Certify, check: CheckBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = certify(body)
+    with monkeypatch.context() as patch:
+        patch.setattr("kcdsl_certs.verification.evidence.LARGEST_DOCUMENT", 10)
+        assert ("evidence", "evidence/too-large") in _failures(check(bundle))
+    with monkeypatch.context() as patch:
+        patch.setattr("kcdsl_certs.verification.proofs.LARGEST_PROOF", 10)
+        assert ("proofs", "proof/too-large") in _failures(check(bundle))
+
+
+def test_scope_names_only_clauses_of_the_contract(
+    body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    covers = (*body.scope.covers, ("Invented", None))
+    report = check(certify(dataclasses.replace(body, scope=Scope(False, covers))), partial=True)
+    assert _failures(report) == [("clauses", "scope/inconsistent")]
