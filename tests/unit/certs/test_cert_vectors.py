@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from kcdsl_certs.__main__ import INVALID, VALID, main
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 from tests.support.vectors.make import main as make
 
 _HERE = Path(__file__).resolve().parents[3] / "certs" / "vectors"
@@ -80,3 +81,45 @@ def test_golden_payload_follows_the_published_schema(repository: Path) -> None:
         assert list(validator.iter_errors(payload)) == []
         payload["predicate"]["clauses"][0]["tau"] = 0.05
         assert list(validator.iter_errors(payload)) != []
+
+
+# --- options and documents of the command ---------------------------------------------------------
+
+_VALID = next(v for v in _VECTORS if v["expect"] == "valid")
+
+
+def test_contradicting_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--recheck", "--complete"):
+        assert main([*_arguments(_VALID), "--signature-only", option]) != VALID
+        assert "options/contradict" in capsys.readouterr().err
+
+
+def test_recheck_without_numpy_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kcdsl_certs.__main__.find_spec", lambda name: None)
+    assert main([*_arguments(_VALID), "--recheck"]) != VALID
+    assert "recheck/no-numpy" in capsys.readouterr().err
+
+
+def test_weights_of_the_inference_kernel_are_demanded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((_HERE / "expectation.json").read_text())
+    document["triple"]["checkpoint"]["companions"] = {INFER_CHECKPOINT: {"sha256": "0" * 64}}
+    (tmp_path / "expectation.json").write_text(json.dumps(document))
+    words = _arguments(_VALID)
+    words[words.index("--expect") + 1] = str(tmp_path / "expectation.json")
+    assert main(words) != VALID
+    assert "options/infer-checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "kcdsl.expectation/0"}'])
+def test_malformed_expectations_are_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "expectation.json").write_text(text)
+    words = _arguments(_VALID)
+    words[words.index("--expect") + 1] = str(tmp_path / "expectation.json")
+    assert main(words) != VALID
+    assert "expectation/malformed" in capsys.readouterr().err

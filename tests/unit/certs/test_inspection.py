@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from kcdsl_certs.encoding.strict import parse_time
 from kcdsl_certs.signatures import Trust, read_policy, trust
-from kcdsl_certs.statement import Predicate
+from kcdsl_certs.statement import Predicate, Scope
 from kcdsl_certs.verification.inspection import NEEDS_ARTEFACTS, NO_KEY, inspect
 from kcdsl_certs.verification.report import STEPS
 
@@ -142,3 +143,18 @@ def test_damaged_bytes_never_raise_an_exception() -> None:
                 assert "internal/error" not in {check.reason for check in found.refusals}
     for place in range(0, len(whole), 211):
         assert inspect(whole[:place], None, NOW).authentic is False
+
+
+def test_payloads_of_another_type_are_refused_without_keys() -> None:
+    made = json.loads((VECTORS / "valid.cert.json").read_bytes())
+    made["dsseEnvelope"]["payloadType"] = "application/json"
+    found = inspect(json.dumps(made).encode(), None, NOW)
+    assert "payload/type" in {check.reason for check in found.refusals}
+
+
+def test_certificates_that_cover_nothing_are_refused(
+    body: Predicate, certify: Callable[..., bytes]
+) -> None:
+    empty = replace(body, clauses=(), scope=Scope(False, ()), evidence=())
+    found = inspect(certify(empty), None, NOW)
+    assert "clause/nothing-covered" in {check.reason for check in found.refusals}
