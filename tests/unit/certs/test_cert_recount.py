@@ -258,6 +258,8 @@ def test_honest_counts_are_accepted(tmp_path: Path) -> None:
     empty = [*logged("a", "b"), *logged("c", trace_id="")]
     allowed: dict[str, Any] = {"budget": Fraction(1, 2), "verdict": Verdict.PASSED}
     assert recounted(tmp_path, records=empty, exceed=1, **allowed).counted
+    without = recounted(tmp_path)
+    assert (without.missing, without.counted) == (["the records of requests"], [])
 
 
 @pytest.mark.parametrize(
