@@ -105,9 +105,10 @@ test-slow: setup tools ## the tests that take minutes
 
 # Statements and branches of this process and its workers; what tests run as a process of its own
 # does not count.
-coverage: setup ## the first tier, and which statements and branches of the product it runs
+coverage: setup ## statements and branches that the first tier runs, and refusals that it does not
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full and not slow and not gpu and not programs" \
 	  --cov --cov-branch --cov-report=term --cov-report=html:build/coverage
+	$(BIN)/python -m bench.unreached
 
 # Each version in an environment of its own, .venv-3.12 and the like. A build of torch for CPUs that
 # `pip` finds beside the index is used where it fits the version.
