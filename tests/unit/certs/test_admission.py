@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,15 @@ import pytest
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import parse_time
-from kcdsl_certs.statement import EvidenceFile, Predicate, payload_bytes
+from kcdsl_certs.statement import (
+    EvidenceFile,
+    Predicate,
+    Transfer,
+    TransferredResult,
+    certificate_id,
+    payload_bytes,
+    transfer_bytes,
+)
 from kcdsl_certs.verification.admission import admit
 
 Admit = Callable[[bytes], object]
@@ -77,3 +86,35 @@ def test_kinds_of_evidence_that_repeat_are_not_signed(body: Predicate, signed: A
     again = (*body.evidence, first)
     with pytest.raises(Rejected, match="named twice as evidence"):
         signed(payload_bytes(replace(body, evidence=again)))
+
+
+def test_transfers_of_another_certificate_are_not_signed(body: Predicate, signed: Admit) -> None:
+    transfer = Transfer(
+        triple=body.triple,
+        base=certificate_id(payload_bytes(body)),
+        path="valid.cert.json",
+        stage=body.stage,
+        issued_at=body.issued_at,
+        valid_until=body.valid_until,
+        sequence=body.sequence + 1,
+        carried=(TransferredResult("C", None, Fraction(1, 100), 0.001, "w"),),
+        left=(),
+        evaluator=body.evaluator,
+    )
+    signed(transfer_bytes(transfer))
+    with pytest.raises(Rejected, match="transfer/another-base"):
+        signed(transfer_bytes(replace(transfer, base="0" * 64)))
+    with pytest.raises(Rejected, match="validity/empty"):
+        signed(transfer_bytes(replace(transfer, valid_until=transfer.issued_at)))
+
+
+def test_statements_are_signed_within_their_period_only(
+    body: Predicate, vectors_folder: Path
+) -> None:
+    payload, second = payload_bytes(body), timedelta(seconds=1)
+    admit(payload, vectors_folder, body.issued_at)
+    admit(payload, vectors_folder, body.valid_until - second)
+    with pytest.raises(Rejected, match="validity/not-yet"):
+        admit(payload, vectors_folder, body.issued_at - second)
+    with pytest.raises(Rejected, match="validity/expired"):
+        admit(payload, vectors_folder, body.valid_until)
