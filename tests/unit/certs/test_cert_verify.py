@@ -598,3 +598,67 @@ def test_scope_names_only_clauses_of_the_contract(
     covers = (*body.scope.covers, ("Invented", None))
     report = check(certify(dataclasses.replace(body, scope=Scope(False, covers))), partial=True)
     assert _failures(report) == [("clauses", "scope/inconsistent")]
+
+
+def _kernels(change: Callable[[Any], object]) -> tuple[str, Callable[[Any], object]]:
+    return "kernels", change
+
+
+def _row(place: int, **fields: object) -> tuple[str, Callable[[Any], object]]:
+    return "report", lambda document: document["clauses"][place].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (_kernels(lambda d: d["train"].update(more="1")), "evidence/kernels-mismatch"),
+        (_kernels(lambda d: d["infer"].clear()), "evidence/kernels-mismatch"),
+        (_kernels(lambda d: d.update(train=d["infer"])), "evidence/kernels-mismatch"),
+        (_kernels(lambda d: d.update(schema="kcdsl.kernels/0")), "evidence/kernels-mismatch"),
+        (_kernels(lambda d: d.pop("infer")), "evidence/kernels-mismatch"),
+        (("report", lambda d: d.update(schema="kcdsl.report/0")), "evidence/report-mismatch"),
+        (
+            ("report", lambda d: d["contract"].update(digest="sha256:" + "0" * 64)),
+            "evidence/report-mismatch",
+        ),
+        (("report", lambda d: d["clauses"].pop(1)), "evidence/report-mismatch"),
+        (_row(0, clause="KL2"), "evidence/report-mismatch"),
+        (_row(0, slice="long"), "evidence/report-mismatch"),
+        (_row(0, obligation="other"), "evidence/report-mismatch"),
+        (_row(0, evidence="sample"), "evidence/report-mismatch"),
+        (_row(0, verdict="violated"), "evidence/report-mismatch"),
+        (_row(0, verdict="inconclusive"), "evidence/report-mismatch"),
+        (_row(0, n=199), "evidence/report-mismatch"),
+        (_row(0, exact={"value": "0.0072"}), "evidence/report-mismatch"),
+        (_row(0, exact={"value": None}), "evidence/report-mismatch"),
+        (_row(0, exact=0.0071), "evidence/report-mismatch"),
+        (_row(2, exceedance={"k": 5, "n": 200}), "evidence/report-mismatch"),
+        (_row(2, exceedance=None), "evidence/report-mismatch"),
+    ],
+)
+def test_evidence_about_something_else_is_refused(
+    changed: tuple[str, Callable[[Any], object]],
+    reason: str,
+    golden: ModuleType,
+    body: Predicate,
+    certify: Certify,
+    check: CheckBundle,
+    vectors_folder: Path,
+    tmp_path: Path,
+) -> None:
+    """Also where the changed document is the one that was signed."""
+    files = []
+    for clause in body.clauses:
+        if clause.proof is not None:
+            proof = (vectors_folder / clause.proof.path).read_bytes()
+            (tmp_path / clause.proof.path).write_bytes(proof)
+    for file in body.evidence:
+        data = (vectors_folder / file.path).read_bytes()
+        if file.role == changed[0]:
+            document = json.loads(data)
+            changed[1](document)
+            data = json.dumps(document).encode()
+        (tmp_path / file.path).write_bytes(data)
+        files.append(dataclasses.replace(file, sha256=hashlib.sha256(data).hexdigest()))
+    bundle = certify(dataclasses.replace(body, evidence=tuple(files)))
+    assert _failures(check(bundle, evidence=tmp_path)) == [("evidence", reason)]

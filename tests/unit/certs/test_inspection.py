@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from kcdsl_certs.encoding.strict import parse_time
-from kcdsl_certs.signatures import Trust, read_policy, trust
-from kcdsl_certs.statement import Predicate, Scope
+from kcdsl_certs.signatures import Trust, bundle_bytes, read_policy, sign, trust
+from kcdsl_certs.statement import Predicate, Scope, payload_bytes
 from kcdsl_certs.verification.inspection import NEEDS_ARTEFACTS, NO_KEY, inspect
 from kcdsl_certs.verification.report import STEPS
 
@@ -158,3 +159,24 @@ def test_certificates_that_cover_nothing_are_refused(
     empty = replace(body, clauses=(), scope=Scope(False, ()), evidence=())
     found = inspect(certify(empty), None, NOW)
     assert "clause/nothing-covered" in {check.reason for check in found.refusals}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda s: s["subject"].append(s["subject"][0]), "subject/count"),
+        (lambda s: s["subject"][0].update(digest={"sha512": "0" * 128}), "subject/no-sha256"),
+        (lambda s: s["subject"][0].update(digest={"sha256": "0" * 64}), "subject/mismatch"),
+        (lambda s: s.update(predicateType="https://example.com/p"), "statement/predicate-type"),
+        (lambda s: s["predicate"]["clauses"].pop(), "clause/missing"),
+    ],
+    ids=["two subjects", "no sha256", "another triple", "another type", "a missing result"],
+)
+def test_inconsistent_statements_are_refused_without_keys(
+    change: Callable[[Any], object], reason: str, body: Predicate, golden: ModuleType
+) -> None:
+    statement = json.loads(payload_bytes(body))
+    change(statement)
+    text = json.dumps(statement, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    bundle = bundle_bytes(sign(text.encode(), [golden.KEY_A]), "x")
+    assert reason in {check.reason for check in inspect(bundle, None, NOW).refusals}
