@@ -1,7 +1,9 @@
 """Tensors of ONNX files, read from the wire format of protobuf.
 
 https://protobuf.dev/programming-guides/encoding and onnx.proto define the numbers of fields. A
-repeated singular field is refused, because readers treat it differently.
+repeated singular field is refused, because readers treat it differently. So are a known field in
+another wire type, which protobuf skips, and numbers of fields and members of enumerations beyond
+their ranges, which it truncates.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ _DIMS, _TYPE, _FLOATS, _INTEGERS, _NAME, _RAW, _EXTERNAL, _LOCATION = 1, 2, 4, 5
 _DATA = frozenset({_FLOATS, _INTEGERS, 6, 7, _RAW, 10, 11})
 _ONCE = frozenset({_TYPE, 3, _NAME, _RAW, _LOCATION})
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MOST_DIMS = 64
+
+_Value = int | bytes | memoryview
+"""The value of a field: a varint, 4 or 8 bytes of a fixed size, or bytes with a length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,18 +194,18 @@ def _node(message: memoryview) -> tuple[list[str], list[str], str, dict[str, int
 
 def _attribute(message: memoryview) -> tuple[str, int]:
     """Return the name of an attribute and its integer; 1 for other types."""
-    found: dict[int, int | memoryview] = {}
+    found: dict[int, _Value] = {}
     for number, _, value in _fields(message):
         if number in (1, 3, 20) and number in found:
             raise _bad(f"field {number} of an attribute occurs twice")
         found[number] = value
     name = _text(_message(found.get(1, memoryview(b""))))
-    integer = _integer(found.get(20, 2)) == 2
+    integer = _member(found.get(20, 2)) == 2
     return name, _integer(found.get(3, 0)) if integer else 1
 
 
 def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
-    once: dict[int, int | memoryview] = {}
+    once: dict[int, _Value] = {}
     dims: list[int] = []
     parts: list[bytes] = []
     numbers: list[int] = []
@@ -215,7 +221,8 @@ def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
         if number == _DIMS:
             dims += _varints(value) if kind == _BYTES else [_integer(value)]
         elif number == _FLOATS:
-            parts.append(_single(value) if kind == _FIXED32 else bytes(_message(value)))
+            one = isinstance(value, bytes) and len(value) == 4
+            parts.append(bytes(value) if one else bytes(_message(value)))
         elif number == _INTEGERS:
             numbers += _varints(value) if kind == _BYTES else [_integer(value)]
         elif number == _EXTERNAL:
@@ -224,11 +231,11 @@ def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
                 raise _bad(f"external data says {key[:40]!a} twice")
             external[key] = said
     name = _text(_message(once.get(_NAME, memoryview(b""))))
-    dtype, size = _KINDS.get(_integer(once.get(_TYPE, 0)), ("", 0))
+    dtype, size = _KINDS.get(_member(once.get(_TYPE, 0)), ("", 0))
     shape = tuple(dims)
-    if min(shape, default=0) < 0 or max(shape, default=0) > 1 << 40:
+    if len(shape) > _MOST_DIMS or not all(0 <= dim <= 1 << 40 for dim in shape):
         raise _bad(f"the tensor {name[:80]!a} has the shape {list(shape)[:8]}")
-    outside = _integer(once.get(_LOCATION, 0)) == 1
+    outside = _member(once.get(_LOCATION, 0)) == 1
     if not dtype:
         location = external.get("location", "") if outside else ""
         return name, OnnxTensor("", shape, memoryview(b""), location)
@@ -253,14 +260,14 @@ def _tensor(message: memoryview) -> tuple[str, OnnxTensor]:
     return name, OnnxTensor(dtype, shape, content)
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
+def _fields(data: memoryview) -> Iterator[tuple[int, int, _Value]]:
     """Yield the number, the wire type and the value of every field of a message."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
         number, kind = tag >> 3, tag & 7
-        if number == 0:
-            raise _bad("a field without a number")
+        if not 0 < number < 1 << 29:
+            raise _bad(f"a field with the number {number}")
         if kind == _VARINT:
             value, at = _varint(data, at)
             yield number, kind, value
@@ -271,9 +278,10 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
             size = 4 if kind == _FIXED32 else 8
         else:
             raise _bad(f"wire type {kind}")
-        if size > len(data) - at:
+        if not 0 <= size <= len(data) - at:
             raise _bad("it is cut off")
-        yield number, kind, data[at : at + size]
+        content = data[at : at + size]
+        yield number, kind, content if kind == _BYTES else bytes(content)
         at += size
 
 
@@ -290,7 +298,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise _bad("a number of more than ten bytes")
 
 
-def _varints(value: int | memoryview) -> list[int]:
+def _varints(value: _Value) -> list[int]:
     data, found, at = _message(value), [], 0
     while at < len(data):
         one, at = _varint(data, at)
@@ -303,20 +311,24 @@ def _entry(message: memoryview) -> tuple[str, str]:
     return found.get(1, ""), found.get(2, "")
 
 
-def _single(value: int | memoryview) -> bytes:
-    return bytes(_message(value))
-
-
-def _message(value: int | memoryview) -> memoryview:
+def _message(value: _Value) -> memoryview:
     if isinstance(value, memoryview):
         return value
     raise _bad("a number where a message or bytes belong")
 
 
-def _integer(value: int | memoryview) -> int:
+def _integer(value: _Value) -> int:
     if isinstance(value, int):
         return value
     raise _bad("bytes where a number belongs")
+
+
+def _member(value: _Value) -> int:
+    """Return a member of an enumeration, of which protobuf keeps the last 32 bits."""
+    number = _integer(value)
+    if not 0 <= number < 1 << 31:
+        raise _bad(f"{number} is in no enumeration")
+    return number
 
 
 def _text(value: memoryview) -> str:
