@@ -91,11 +91,11 @@ class Trust:
         if revoked:
             limits.append(f"{revoked} revocation(s)")
         for word, parts in (
-            ("may differ", rules.relaxed_parts),
-            ("must say", rules.required_parts),
+            ("may differ in", rules.relaxed_parts),
+            ("must state", rules.required_parts),
         ):
             if parts:
-                limits.append(f"kernels {word} in {', '.join(sorted(parts))}")
+                limits.append(f"kernels {word} {', '.join(sorted(parts))}")
         return f"{origin}: {', '.join(limits)}"
 
     def to_json(self) -> dict[str, Any]:

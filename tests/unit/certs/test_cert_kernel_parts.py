@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.signatures import read_policy
+from kcdsl_certs.signatures import generate, read_policy, trust
 from kcdsl_certs.statement import (
     PARTS,
     Contract,
@@ -68,6 +68,9 @@ def test_policy_names_parts(tmp_path: Path) -> None:
     path.write_text('relaxed-kernel-parts = ["driver"]\nrequired-kernel-parts = ["gpu"]\n')
     found = read_policy(path)
     assert (sorted(found.relaxed_parts), sorted(found.required_parts)) == (["driver"], ["gpu"])
+    (tmp_path / "a.pub").write_bytes(generate().public.pem)
+    shown = str(trust(found, keys=[tmp_path / "a.pub"]))
+    assert shown.endswith("kernels may differ in driver, kernels must state gpu")
     path.write_text('relaxed-kernel-parts = ["everything"]\n')
     with pytest.raises(Rejected) as caught:
         read_policy(path)

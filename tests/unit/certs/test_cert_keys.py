@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from datetime import timedelta
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from kcdsl_certs.signatures import (
     load_private,
     load_public,
 )
+from kcdsl_certs.signatures.keys import refuse_weak_key
 
 _KINDS = frozenset({"t"})
 
@@ -89,6 +91,54 @@ def test_algorithm_of_a_record_must_match_the_key() -> None:
         PublicKey(key.spki, Algorithm.ECDSA_P256)
     with pytest.raises(Rejected, match="key/unreadable"):
         PublicKey(b"\0" * 44, Algorithm.ED25519)
+
+
+def test_key_in_another_encoding_or_of_another_kind_is_refused() -> None:
+    curve = ec.generate_private_key(ec.SECP256R1()).public_key()
+    point = curve.public_bytes(
+        serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint
+    )
+    header = bytes.fromhex("3039301306072a8648ce3d020106082a8648ce3d030107032200")
+    assert serialization.load_der_public_key(header + point) == curve
+    with pytest.raises(Rejected, match="key/encoding: the key has another"):
+        PublicKey(header + point, Algorithm.ECDSA_P256)
+    other = rsa.generate_private_key(65537, 1024).public_key()
+    spki = other.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    for algorithm in Algorithm:
+        with pytest.raises(Rejected, match="key/unsupported"):
+            PublicKey(spki, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        # of mixed order: test vectors of Chalkias et al., "Taming the many EdDSAs", 2020
+        (
+            "cdb267ce40c5cd45306fa5d2f29731459387dbf9eb933b7bd5aed9a765b88d4d",
+            "small-order: the public key has a part",
+        ),
+        ("03" + 31 * "00", "small-order: the public key has a part"),
+        ("02" + 31 * "00", "encoding: the bytes are no point of the curve"),
+        ("02" + 30 * "00" + "80", "encoding: the bytes are no point of the curve"),
+    ],
+)
+def test_weak_ed25519_key_is_refused(point: str, words: str) -> None:
+    spki = bytes.fromhex("302a300506032b6570032100" + point)
+    with pytest.raises(Rejected, match=f"key/{words}"):
+        PublicKey(spki, Algorithm.ED25519)
+    pem = b"-----BEGIN PUBLIC KEY-----\n" + base64.encodebytes(spki) + b"-----END PUBLIC KEY-----\n"
+    with pytest.raises(Rejected, match=f"key/{words}"):
+        load_public(pem)
+
+
+def test_point_has_32_bytes() -> None:
+    raw = generate(Algorithm.ED25519).public.spki[-32:]
+    refuse_weak_key(raw)
+    for encoding in (b"", raw[:31], raw + b"\0"):
+        with pytest.raises(Rejected, match=r"key/encoding: .* bytes encode no point"):
+            refuse_weak_key(encoding)
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 2, 100])
