@@ -12,7 +12,7 @@ import pytest
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import build_manifest
-from kcdsl_certs.statement.manifest import storage_manifest
+from kcdsl_certs.statement.manifest import files_of, storage_manifest
 from kcdsl_certs.statement.weights import INDEX, LARGEST_INDEX
 
 
@@ -226,6 +226,10 @@ def test_links_and_missing_shards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Rejected) as rejected:
         build_manifest(folder)
     assert rejected.value.reason == "checkpoint/symlink"
+    (folder / _SHARDS[0]).unlink()
+    os.mkfifo(folder / _SHARDS[0])
+    with pytest.raises(Rejected, match=f"checkpoint/special-file: {_SHARDS[0]} is no regular"):
+        files_of(folder)
     (folder / INDEX).rename(tmp_path / "index")
     (folder / INDEX).symlink_to(tmp_path / "index")
     with pytest.raises(Rejected):

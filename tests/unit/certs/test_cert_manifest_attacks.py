@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -98,6 +99,19 @@ def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], ob
     with pytest.raises(Rejected) as caught:
         open_regular(tmp_path / "odd", "proof/missing")
     assert caught.value.reason == "proof/missing"
+
+
+def test_folder_that_the_system_does_not_open_is_no_regular_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, flags: int) -> int:
+        raise PermissionError(errno.EACCES, "denied", str(path))
+
+    monkeypatch.setattr("kcdsl_certs.encoding.files.os.open", denied)  # as on Windows
+    with pytest.raises(Rejected, match=r"proof/missing: .* is no regular file"):
+        open_regular(tmp_path, "proof/missing")
+    with pytest.raises(PermissionError):
+        open_regular(tmp_path / "absent", "proof/missing")
 
 
 def test_paths_are_resolved_by_the_system(tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ def test_measured_numbers_are_rounded_outwards(value: float, rounding: Rounding)
     assert abs(shown - Fraction(value)) <= abs(Fraction(value)) / 10**5
 
 
+@pytest.mark.parametrize("exact", [0.5, None, ["0x1.0000000000000p-1"], {}])
+def test_exact_value_of_a_measured_number_is_text(exact: Any) -> None:
+    with pytest.raises(Rejected, match="number/malformed: a hexadecimal float is text"):
+        Measured.from_json({"decimal": "0.5", "hex": exact}, "up")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_numbers_are_not_evidence(value: float) -> None:
     with pytest.raises(Rejected, match="number/not-finite"):
@@ -158,6 +164,10 @@ _PROVED: dict[str, Any] = {
     "evidence": Evidence.PROOF, "proof": _PROOF, "n": None, "method": "affine+interval/1",
     "quantity": norm("inf", "attn_0"),
 }  # fmt: skip
+_CHANCE: dict[str, Any] = {
+    **_PROVED, "evidence": Evidence.PROBABILISTIC, "bound": 0.1, "alpha": Fraction(1, 20),
+    "assumptions": ("independent roundings",),
+}  # fmt: skip
 _SUM = Quantity("arithmetic", "+", (statistic("max", "a"), Quantity("number", value=Fraction(1))))
 _P95 = statistic("quantile", "latency", "0.95")
 _P99, _P100 = (statistic("quantile", "kl", q) for q in ("0.99", "1"))
@@ -192,6 +202,7 @@ _RATE: dict[str, Any] = {**_SAMPLED, "budget": Fraction(1, 10)}
     [
         ({**_PROVED, "bound": 0.5}, "PASSED INCONCLUSIVE"),
         ({**_PROVED, "bound": 0.5, "op": "<"}, "INCONCLUSIVE"),
+        (_CHANCE, "PASSED INCONCLUSIVE"),
         ({**_PROVED, "bound": math.nextafter(0.5, 1)}, "INCONCLUSIVE"),
         ({**_PROVED}, "INCONCLUSIVE"),
         ({**_PROVED, "low": 0.6}, "FAILED"),
@@ -355,6 +366,11 @@ def test_verdicts_follow_from_numbers(changes: dict[str, Any], admitted: str) ->
         ({**_PROVED, "bound": 0.6, "high": 0.55, "op": ">="}, "clause/attack-beyond-bound"),
         ({"value": Fraction("0.1"), "slice_digest": None}, "clause/census-not-pinned"),
         ({**_RATE, "exceed": 0, "n": 29, "alpha": Fraction(1, 4)}, "clause/alpha"),
+        ({**_PROVED, "bound": 0.1, "alpha": Fraction(1, 20)}, "clause/alpha"),
+        *(
+            ({**_CHANCE, "alpha": alpha}, "clause/alpha")
+            for alpha in (None, Fraction(0), Fraction(-1, 20), Fraction(1, 19), Fraction(1))
+        ),
         ({**_SAMPLED, "value": Fraction("0.2"), "high": 0.1}, "clause/limit"),
         ({**_SAMPLED, "value": Fraction("0.6"), "low": 0.7, "op": ">="}, "clause/limit"),
     ],

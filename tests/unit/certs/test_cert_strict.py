@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import (
+    Fields,
     canonical_json,
     loose_load,
     parse_time,
@@ -65,6 +66,19 @@ def test_invalid_unicode_is_refused_beside_floats(raw: bytes) -> None:
         loose_load(raw)
     assert caught.value.reason == "json/encoding"
     assert loose_load(b'["\\ud83d\\ude00", 1.5]') == ["\U0001f600", 1.5]
+
+
+@pytest.mark.parametrize("raw", [b"1e999", b"[-1e400]", b'{"a":1' + b"0" * 400 + b".5}"])
+def test_infinite_floats_are_refused(raw: bytes) -> None:
+    with pytest.raises(Rejected, match=r"json/float: .* is not finite"):
+        loose_load(raw)
+
+
+@pytest.mark.parametrize("value", ["a", ["a", 1], ["a", None], [["a"]], ["a", ""], ["x" * 20_001]])
+def test_list_of_texts_has_no_other_values(value: Any) -> None:
+    assert Fields({"names": ["a", "x" * 20_000]}, "record").texts("names")[0] == "a"
+    with pytest.raises(Rejected, match=r"statement/malformed: record\.names is not a list"):
+        Fields({"names": value}, "record").texts("names")
 
 
 def test_strict_json_is_parsed() -> None:

@@ -220,6 +220,13 @@ def test_expectation_survives_a_round_trip(golden: ModuleType, vectors_folder: P
     assert Expectation.from_json(json.loads(json.dumps(expected.to_json()))) == expected
 
 
+def test_expectation_of_another_schema_is_refused(golden: ModuleType, vectors_folder: Path) -> None:
+    record = golden.expectation(vectors_folder).to_json()
+    record["schema"] = record["schema"].replace("/", "/9")
+    with pytest.raises(Rejected, match="expectation/malformed"):
+        Expectation.from_json(record)
+
+
 # --- freshness -----------------------------------------------------------------------------------
 
 
