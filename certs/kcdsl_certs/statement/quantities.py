@@ -214,7 +214,7 @@ class Region:
 def _region(**found: Any) -> Region:
     region = Region(**found)
     bounded = region.longest is not None and 0 < region.longest <= LONGEST
-    if region.radius < 0 or (region.kind == "rows") != bounded or (region.longest and not bounded):
+    if region.radius < 0 or not (bounded if region.kind == "rows" else region.longest is None):
         raise Rejected("statement/malformed", f"no region is like {region}")
     return region
 
