@@ -19,6 +19,7 @@ ONNX = ".onnx"
 """The suffix of ONNX files."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 CONFIGURATIONS = ("config.json", "hf_quant_config.json")
 """The configurations of quantised weights."""
 LARGEST_INDEX = 1 << 26
@@ -27,17 +28,22 @@ LARGEST_INDEX = 1 << 26
 def index_of(checkpoint: Path) -> Path | None:
     """Return the index of a sharded checkpoint, given by the index or its folder; else None.
 
-    Raises Rejected `checkpoint/ambiguous` for a folder that also has a single file of weights.
+    Raises Rejected `checkpoint/ambiguous` for a folder from which loaders may read other weights
+    too: one with a single file of weights and an index or further weights, of which servers load
+    all, or with an adapter, which transformers adds.
     """
     if not os.path.isdir(checkpoint):
         return checkpoint if checkpoint.name.endswith(".index.json") else None
-    index = checkpoint / INDEX
-    if not os.path.lexists(index):
-        return None
-    if os.path.lexists(checkpoint / SINGLE):
-        detail = f"{shown(checkpoint.name)} has both {SINGLE} and {INDEX}"
+    names = set(os.listdir(checkpoint))
+    single, several = SINGLE in names, INDEX in names
+    others = {INDEX, *(n for n in names if n.endswith(".safetensors"))} & names - {SINGLE}
+    if single and others:
+        detail = f"{shown(checkpoint.name)} has both {SINGLE} and {shown(min(others))}"
         raise Rejected("checkpoint/ambiguous", detail)
-    return index
+    if (single or several) and ADAPTER in names:
+        detail = f"{shown(checkpoint.name)} has an adapter ({ADAPTER})"
+        raise Rejected("checkpoint/ambiguous", detail)
+    return checkpoint / INDEX if several else None
 
 
 def weight_files(checkpoint: Path) -> tuple[Path, ...] | None:

@@ -103,8 +103,8 @@ def weights_folder(checkpoint: Path) -> Path:
 def weights_entry(checkpoint: Path) -> Path:
     """Return the weights file or index of a checkpoint folder; any other path unchanged.
 
-    Refuse a folder without safetensors, one that has both a single file and an index, and one with
-    an adapter.
+    Refuse a folder without safetensors, one with a single file and an index or further weights, of
+    which servers load all, and one with an adapter.
     """
     if not is_folder(checkpoint):
         return checkpoint
@@ -116,19 +116,20 @@ def weights_entry(checkpoint: Path) -> Path:
             help="merge it into the weights (merge_and_unload of PEFT) and save them, or name the"
             " file of weights that is meant without it",
         )
-    found = [checkpoint / name for name in (SINGLE, INDEX) if is_file(checkpoint / name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    names = sorted(os.listdir(checkpoint))
+    others = [name for name in names if name.endswith(".safetensors") and name != SINGLE]
+    found = [name for name in (SINGLE, INDEX) if is_file(checkpoint / name)]
+    beside = [*found[1:], *others] if SINGLE in found else []
+    if beside:
         raise refuse(
             codes.CHECKPOINT_FORMAT,
-            f"{shown(checkpoint)} has both {SINGLE} and {INDEX}",
-            help="name the file that is meant",
+            f"{shown(checkpoint)} has both {SINGLE} and {excerpt(beside[0])}, and servers may load"
+            " either or both",
+            help="name the file that is meant, or move the others out of the folder",
         )
-    with os.scandir(checkpoint) as entries:
-        names = sorted(entry.name for entry in entries)
+    if found:
+        return checkpoint / found[0]
     pickles = [name for name in names if name.endswith(_PICKLES)]
-    others = [name for name in names if name.endswith(".safetensors")]
     if pickles and not others:
         said = f"; {excerpt(pickles[0])} is a pickle, which is never loaded"
         help = "save the model with save_pretrained(FOLDER, safe_serialization=True)"

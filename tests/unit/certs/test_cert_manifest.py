@@ -13,7 +13,7 @@ import pytest
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import build_manifest
 from kcdsl_certs.statement.manifest import files_of, storage_manifest
-from kcdsl_certs.statement.weights import INDEX, LARGEST_INDEX
+from kcdsl_certs.statement.weights import ADAPTER, INDEX, LARGEST_INDEX
 
 
 def _tree(folder: Path, files: dict[str, bytes]) -> Path:
@@ -215,6 +215,29 @@ def test_shards_beside_a_single_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Rejected) as rejected:
         build_manifest(folder)
     assert rejected.value.reason == "checkpoint/ambiguous"
+
+
+@pytest.mark.parametrize("name", ["more.safetensors", "consolidated.safetensors", ADAPTER])
+def test_further_weights_beside_a_single_file_are_refused(tmp_path: Path, name: str) -> None:
+    """Without an index, servers load every file of safetensors; transformers adds an adapter."""
+    folder = _tree(tmp_path / "m", {"model.safetensors": b"1", "README.md": b"2"})
+    found = build_manifest(folder)
+    _tree(folder, {name: b"3"})
+    for read in (build_manifest, storage_manifest):
+        with pytest.raises(Rejected, match="checkpoint/ambiguous"):
+            read(folder)
+    assert build_manifest(folder / "model.safetensors") == found
+
+
+def test_adapter_beside_shards_is_refused_and_weights_outside_of_the_index_are_not(
+    tmp_path: Path,
+) -> None:
+    """Loaders read the shards that an index names."""
+    folder = _sharded(tmp_path / "m")
+    found = build_manifest(folder)
+    assert build_manifest(_tree(folder, {"consolidated.safetensors": b"3"})) == found
+    with pytest.raises(Rejected, match="checkpoint/ambiguous"):
+        build_manifest(_tree(folder, {ADAPTER: b"{}"}))
 
 
 def test_links_and_missing_shards_are_refused(tmp_path: Path) -> None:

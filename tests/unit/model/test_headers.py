@@ -108,10 +108,21 @@ def test_a_folder_with_an_adapter_is_refused_and_its_weights_by_name_are_not(
 ) -> None:
     """transformers with PEFT adds the adapter to the weights that it reads of such a folder."""
     save_file({"a": torch.ones(1)}, tmp_path / SINGLE)
-    save_file({"a.lora_A.weight": torch.ones(1, 1)}, tmp_path / "adapter_model.safetensors")
     read_headers(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(Refusal, match=r"adapter_config\.json"):
+        read_headers(tmp_path)
+    assert set(read_headers(tmp_path / SINGLE).tensors) == {"a"}
+
+
+@pytest.mark.parametrize("name", [INDEX, "consolidated.safetensors", "adapter_model.safetensors"])
+def test_a_folder_with_further_weights_is_refused_and_its_weights_by_name_are_not(
+    name: str, tmp_path: Path
+) -> None:
+    """Without an index, servers load every file of safetensors in a folder."""
+    save_file({"a": torch.ones(1)}, tmp_path / SINGLE)
+    save_file({"a": torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(Refusal, match=f"both model.safetensors and {name}"):
         read_headers(tmp_path)
     assert set(read_headers(tmp_path / SINGLE).tensors) == {"a"}
 
