@@ -21,14 +21,18 @@ from safetensors.torch import load_file, save_file
 from kcdsl.release.transfer import ASSUMPTIONS
 from kcdsl_certs.encoding.reals import parse_real
 from kcdsl_certs.encoding.strict import canonical_json, strict_load
-from kcdsl_certs.signatures import bundle_bytes, decode, load_private, parse_bundle, sign
+from kcdsl_certs.signatures import bundle_bytes, decode, generate, load_private, parse_bundle, sign
 from kcdsl_certs.statement import (
+    Predicate,
     Transfer,
     TransferredResult,
+    certificate_id,
     parse_statement,
     parse_transfer,
+    payload_bytes,
     transfer_bytes,
 )
+from kcdsl_certs.verification.admission import read_statement
 from tests.support.small_models import write_contract, write_model
 
 RHO = 0.01
@@ -415,6 +419,33 @@ def test_certificate_cannot_claim_a_larger_ball(cli: Any, folder: Path) -> None:
     assert "clause/weights" in changed(weights="0")
     sample = {"proofDigest": None, "proofPath": None, "evidence": "sample", "method": "attack/1"}
     assert "clause/weights" in changed(**sample, verdict="INCONCLUSIVE")
+
+
+def test_refused_certificate_is_no_base(cli: Any, folder: Path) -> None:
+    """One of other kernels, of another contract or by another key, whatever the transfer says."""
+    path = later(folder)
+    assert run(cli, folder, path).code == 0
+    honest, target = written(folder), folder / "out" / "verify.cert.json"
+    key = load_private((folder / "kcdsl.key").read_bytes())
+    body = read_statement(decode(parse_bundle(target.read_bytes())).payload)
+    assert isinstance(body, Predicate)
+    contract = replace(body.triple.contract, digest="0" * 64)
+    lies = {
+        "triple/kernel-infer-mismatch": replace(body.triple, infer=body.triple.train),
+        "triple/contract-mismatch": replace(body.triple, contract=contract),
+    }
+    for reason, triple in lies.items():
+        payload = payload_bytes(replace(body, triple=triple))
+        target.write_bytes(bundle_bytes(sign(payload, [key]), key.public.hint))
+        signed(folder, replace(honest, base=certificate_id(payload)))
+        found = check(cli, folder, path)
+        assert found.code == 4
+        assert reason in reasons(found)
+    signed(folder, honest)
+    target.write_bytes(bundle_bytes(sign(payload_bytes(body), [generate()]), "x"))
+    found = check(cli, folder, path)
+    assert found.code == 4
+    assert "signature/none-trusted" in reasons(found)
 
 
 def test_other_weights_are_rejected(cli: Any, folder: Path) -> None:
