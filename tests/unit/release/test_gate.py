@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, CandidateState, StagedCandidate
 from kcdsl.release.promotion.gate import GateAnswer, ask, fallback
 from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
@@ -342,6 +342,16 @@ def test_hidden_failure_does_not_open_the_gate(
         raw.execute(change)
     with pytest.raises(Refusal, match="contradicts itself"):
         ask(register, SLOT, CANARY, NEW.digest, NOW)
+
+
+def test_decision_with_the_progress_of_another_triple_is_refused(register: Register) -> None:
+    """A triple that was rolled back does not borrow the state of the live one."""
+    record(register, NEW, CANARY, candidate_state=CandidateState.ROLLED_BACK)
+    other = replace(at(CANARY), triple=LIVE.digest, incumbent=LIVE.digest)
+    decide(register, NEW, other, PromotionState.HELD, CANARY)
+    with pytest.raises(Refusal, match="about another triple") as caught:
+        ask(register, SLOT, CANARY, NEW.digest, NOW)
+    assert caught.value.diagnostics[0].code is codes.REGISTER_DAMAGED
 
 
 def test_gate_closes_when_the_certificate_expires(register: Register) -> None:
@@ -749,6 +759,19 @@ def test_huge_content_length_is_refused(register: Register) -> None:
     with serving(register) as server:
         found = send(server, "POST", query("/gate"), None, **{"Content-Length": "9" * 5000})
     assert found[0] == 413
+
+
+@pytest.mark.parametrize("length", ["", "-1", "1_0", "\xb2"])
+def test_body_without_a_length_is_refused(register: Register, length: str) -> None:
+    with serving(register) as server:
+        found = send(server, "POST", query("/gate"), None, **{"Content-Length": length})
+    assert found[0] == 411
+
+
+def test_empty_body_leaves_the_question_in_the_query(register: Register) -> None:
+    record(register, NEW, CANARY)
+    with serving(register) as server:
+        assert send(server, "POST", query("/gate"), b"")[0] == 200
 
 
 def test_truncated_body_is_refused(register: Register) -> None:

@@ -488,20 +488,25 @@ def test_nan_and_missing_values_hold_the_candidate(in_canary: Pipeline) -> None:
 # --- certificates ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ({"value": Fraction(1, 2)}, "0.5 instead of <= 0.02"),
+        ({"value": None, "exceed": 1}, "does not hold"),
+    ],
+)
 def test_failed_certificate_blocks_and_names_clause_and_slices(
-    pipeline: Pipeline,
+    pipeline: Pipeline, numbers: dict[str, Any], why: str
 ) -> None:
     broken = [
-        replace(c, verdict=Verdict.FAILED, value=Fraction(1, 2))
-        if (c.id, c.slice) == ("N-KL", "long")
-        else c
+        replace(c, verdict=Verdict.FAILED, **numbers) if (c.id, c.slice) == ("N-KL", "long") else c
         for c in pipeline.results()
     ]
     found = pipeline.promote("offline-ci", pipeline.certificate("offline-ci", broken))
     assert found.step.outcome is PromotionOutcome.BLOCKED
     rows = {(row.clause, row.slice): row for row in found.step.rows}
     assert rows["N-KL", "long"].status == "violated"
-    assert "0.5 instead of <= 0.02" in rows["N-KL", "long"].reason
+    assert why in rows["N-KL", "long"].reason
     assert rows["N-KL", "all"].status == "open"
     with pipeline.register() as register:
         assert register.promotions(slot=SLOT)[-1].state is PromotionState.BLOCKED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ import pytest
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import Family
-from kcdsl.release.promotion import CANARY, DocumentKind, EvidenceDocument, Period
+from kcdsl.release.promotion import CANARY, DocumentKind, EvidenceDocument, Period, documents
 from kcdsl.release.promotion.documents import (
     LONGEST_REASON,
     MOST_COUNTED,
     OtherSubject,
     read_evidence,
+    schema_of,
     window_of,
 )
 from kcdsl.verdict.model import EXITS
+from kcdsl.verdict.report import read_report
 from kcdsl_certs.statement import Triple
+from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 from tests.support.promotions import at, counts, demand, digest, look
 from tests.support.registers import NOW, triple
 
@@ -162,3 +166,106 @@ def test_undecodable_file_name_is_escaped(tmp_path: Path) -> None:
     path.write_text(json.dumps(window(ROW)), encoding="utf-8")
     found = read_evidence(path, [RATE], ABOUT, {}, CANARY, ())
     assert found.name == f"{tmp_path}/traffic-\\udcff.json"
+
+
+# --- what is no evidence --------------------------------------------------------------------------
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "words"),
+    [
+        (report, lambda d: d["kernels"].update(train={"fingerprint": 3}), "of the train kernel"),
+        (
+            window,
+            lambda d: d["window"]["kernels"].update(infer={"fingerprint": []}),
+            "infer kernel",
+        ),
+        (report, lambda d: d["clauses"].append(ROW), "'N-KL/all/0' twice"),
+        (window, lambda d: d["clauses"].append(ROW), "'N-KL/all/0' twice"),
+        (window, lambda d: d.update(clauses=[{**ROW, "verdict": "kept"}]), "an unknown verdict"),
+        (window, lambda d: d.update(clauses=[{**ROW, "obligation": None}]), "a clause None"),
+        (window, lambda d: d["window"].update({"from": 3}), "of another kind: a time"),
+    ],
+)
+def test_malformed_fields_are_refused(read: Read, make: Any, change: Change, words: str) -> None:
+    document = make(ROW)
+    change(document)
+    assert words in refused(read, document)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "words"),
+    [
+        (window, lambda d: d.update(contract=None), "not decided by a contract"),
+        (report, lambda d: d["model"].update(sha256="abc"), "about other weights"),
+        (report, lambda d: d["model"].update(sha256=f"sha256:{'0' * 64}"), "about other weights"),
+        (
+            report,
+            lambda d: d["data"].append({"name": "easy.jsonl", "sha256": digest("easy")}),
+            "its data easy.jsonl is not that of the contract",
+        ),
+        (
+            window,
+            lambda d: d["window"].update({"from": d["window"]["until"]}),
+            "ends before it begins",
+        ),
+        (window, lambda d: d.update(clauses=[]), "it leaves N-KL on all out"),
+    ],
+)
+def test_document_about_another_subject_is_ignored(
+    read: Read, make: Any, change: Change, words: str
+) -> None:
+    document = make(ROW)
+    change(document)
+    with pytest.raises(OtherSubject, match=words):
+        read(document)
+
+
+def test_window_with_a_slice_left_out_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "window.json"
+    path.write_text(json.dumps(window(ROW) | {"deferred": {"N-KL": "later"}}))
+    short = demand("N-KL", "short", family=Family.STATISTICAL)
+    with pytest.raises(OtherSubject, match="it leaves N-KL on short out"):
+        read_evidence(path, [RATE, short], ABOUT, {}, CANARY, ())
+
+
+def test_report_does_not_count_where_the_kernels_read_other_weights(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report(ROW)))
+    beside = {INFER_CHECKPOINT: digest("served")}
+    about = replace(ABOUT, checkpoint=replace(ABOUT.checkpoint, companions=beside))
+    with pytest.raises(OtherSubject, match="weights that the inference kernel read"):
+        read_evidence(path, [RATE], about, {}, CANARY, ())
+
+
+def test_report_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report({**ROW, "verdict": "violated"})))
+
+    def replaced(path: Path) -> Any:
+        path.write_text(json.dumps(report(ROW)))
+        return read_report(path)
+
+    monkeypatch.setattr(documents, "read_report", replaced)
+    with pytest.raises(Refusal, match="it changed while it was read"):
+        read_evidence(path, [RATE], ABOUT, {}, CANARY, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[]", "no JSON object"), (f'{{"a": "{"x" * 99}"}}', "larger than 99 bytes")],
+)
+def test_file_that_is_no_document_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    monkeypatch.setattr(documents, "LARGEST", 99)
+    path = tmp_path / "evidence.json"
+    path.write_text(text)
+    with pytest.raises(Refusal, match=words) as caught:
+        schema_of(path)
+    assert caught.value.diagnostics[0].code is codes.PROMOTION_EVIDENCE
