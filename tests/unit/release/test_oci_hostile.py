@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from kcdsl.release.oci import transport
-from tests.support.registries import FakeRegistry, artefacts
+from kcdsl.release.oci.certificates import BUNDLE_TYPE
+from tests.support.registries import FakeRegistry, artefacts, digest_of
 
 pytestmark = pytest.mark.usefixtures("while_valid")
 
@@ -306,3 +308,185 @@ def test_stalled_tls_handshake_is_aborted_in_time(
     assert time.monotonic() - begun < 10
     assert ran.code == 2
     assert "error[KC65" in ran.stderr
+
+
+# --- artefacts ------------------------------------------------------------------------------------
+
+
+Layers = list[dict[str, Any]]
+
+
+def changed_layers(registry: FakeRegistry, change: Callable[[Layers], object]) -> None:
+    """Replace the only artefact by one with other layers."""
+    (own,) = artefacts(registry)
+    kind, data = registry.documents.pop(own)
+    artefact = json.loads(data)
+    change(artefact["layers"])
+    changed = json.dumps(artefact).encode()
+    registry.documents[digest_of(changed)] = (kind, changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda layers: layers.pop(0), "0 bundles in one artefact"),
+        (lambda layers: layers.append(layers[0]), "2 bundles in one artefact"),
+        (lambda layers: layers.clear(), "0 bundles in one artefact"),
+        (lambda layers: layers[0].update(size=2**40), f"{2**40} bytes, more than"),
+    ],
+)
+def test_malformed_artefact_is_refused_before_its_blobs_are_read(
+    plain: FakeRegistry, attach: Any, check: Any, change: Any, words: str
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    changed_layers(plain, change)
+    ran = check(image)
+    assert ran.code == 2
+    assert "error[KC655]" in ran.stderr
+    assert words in ran.stderr
+    assert not any("/blobs/" in path for path in plain.sent("GET"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mediaType": None},
+        {"mediaType": [BUNDLE_TYPE]},
+        {"digest": None},
+        {"digest": "sha256:../../../manifests"},
+        {"digest": f"sha256:{'AB' * 32}"},
+        {"digest": f"sha512:{'ab' * 64}"},
+        {"size": None},
+        {"size": -1},
+        {"size": True},
+        {"size": "9"},
+        {"size": 9.5},
+        {"annotations": {"org.opencontainers.image.title": ["x"]}},
+        {"artifactType": 3},
+    ],
+)
+def test_malformed_descriptor_is_refused(
+    plain: FakeRegistry, attach: Any, check: Any, fields: dict[str, Any]
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    changed_layers(plain, lambda layers: layers[-1].update(fields))
+    ran = check(image)
+    assert ran.code == 2
+    assert "no mediaType, sha256 digest and size" in ran.stderr
+
+
+@pytest.mark.parametrize(("ours", "others"), [(101, 0), (1, 10_000)])
+def test_too_many_referrers_are_refused(
+    plain: FakeRegistry, attach: Any, check: Any, ours: int, others: int
+) -> None:
+    image = plain.image()
+    assert attach(image).code == 0
+    (own,) = json.loads(plain.referrers(image.rpartition("@")[2]))["manifests"]
+    more = [{**own, "digest": f"sha256:{i:064x}"} for i in range(ours - 1)]
+    data = json.dumps({"manifests": [own, *more, *[{}] * others]}).encode()
+    plain.changed = lambda path, found: data if path == "referrers" else found
+    ran = check(image)
+    assert ran.code == 2
+    assert f"{ours} certificates among {ours + others} referrers" in ran.stderr
+
+
+# --- credentials ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("certificate")
+def test_forbidden_image_needs_other_credentials(plain: FakeRegistry, check: Any) -> None:
+    plain.raw = only("GET", "/manifests/", head("403 Forbidden", "Content-Length: 0"))
+    ran = check(plain.image())
+    assert ran.code == 2
+    assert f"the registry {plain.host} wants other credentials" in ran.stderr
+
+
+def demands(registry: FakeRegistry, challenge: str, wanted: str) -> Any:
+    """Return a hook that answers requests with another `Authorization` with a challenge."""
+
+    def raw(method: str, path: str) -> Iterable[bytes] | None:
+        if registry.requests[-1][2] == wanted or path.startswith("/token"):
+            return None
+        return [head("401 Unauthorized", f"WWW-Authenticate: {challenge}", "Content-Length: 0")]
+
+    return raw
+
+
+@pytest.mark.usefixtures("known")
+def test_basic_credentials_are_sent_on_demand(plain: FakeRegistry, attach: Any, check: Any) -> None:
+    image, plain.token = plain.image(), ""
+    plain.raw = demands(plain, 'Basic realm="all"', "Basic dXNlcjpwYXNz")
+    assert attach(image).code == 0
+    assert check(image).code == 0
+
+
+@pytest.mark.parametrize(
+    "challenge",
+    [
+        "",
+        'Digest realm="{}/token"',
+        'Basic realm="{}/token"',
+        'Bearer realm="file:///etc/hostname"',
+        'Bearer realm="ftp://localhost/token"',
+        'Bearer realm="data:,"',
+    ],
+)
+@pytest.mark.usefixtures("certificate")
+def test_unusable_challenge_needs_other_credentials(
+    plain: FakeRegistry, check: Any, challenge: str
+) -> None:
+    plain.raw = demands(plain, challenge.format(f"http://{plain.host}"), "Bearer secret")
+    ran = check(plain.image())
+    assert ran.code == 2
+    assert f"the registry {plain.host} wants other credentials" in ran.stderr
+    assert len(plain.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"token": 3}, {"token": ""}, {"token": "a b"}, {"access_token": "a\r\nX: b"}]
+)
+@pytest.mark.usefixtures("known")
+def test_unusable_token_is_a_wrong_answer(
+    plain: FakeRegistry, attach: Any, answer: dict[str, Any]
+) -> None:
+    data = json.dumps(answer).encode()
+    plain.raw = only("GET", "/token", head("200 OK", f"Content-Length: {len(data)}"), data)
+    ran = attach(plain.image())
+    assert ran.code == 2
+    assert "it sent no token" in ran.stderr
+
+
+@pytest.mark.usefixtures("known")
+def test_upload_is_sent_again_from_its_start(
+    plain: FakeRegistry, attach: Any, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The registry demands a token after the file was sent."""
+    monkeypatch.setattr(transport, "SECONDS", 10.0)
+    image, plain.token = plain.image(), ""
+    asked = f'Bearer realm="http://{plain.host}/token",service="s",scope="pull"'
+    again = head("401 Unauthorized", f"WWW-Authenticate: {asked}", "Content-Length: 0")
+    sent: set[str] = set()
+
+    def raw(method: str, path: str) -> Iterable[bytes] | None:
+        if method != "PUT" or "/uploads/" not in path or path in sent:
+            return None
+        sent.add(path)
+        plain.token = f"token{len(sent)}"
+        return [again]
+
+    plain.raw = raw
+    ran = attach(image)
+    assert ran.code == 0, ran.stderr
+    assert len(sent) == len(plain.blobs)
+
+
+def test_connection_after_the_deadline_is_shut_down() -> None:
+    watch = transport.ConnectionTimer(0.0)
+    watch._end()
+    here, there = socket.socketpair()
+    with here, there:
+        there.settimeout(10)
+        watch.hold(here)
+        assert there.recv(1) == b""
