@@ -9,11 +9,10 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import REGISTER_DAMAGED
+from kcdsl.diagnostics.codes import NOT_RECORDED, REGISTER_DAMAGED
 from kcdsl.release.register.events import LARGEST_EVENT, Event, EventKind
 from kcdsl.release.register.projections import apply
 from kcdsl.release.register.schema import events, head
-from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import parse_time, time_text
 from kcdsl_certs.statement import RegisterHead
 
@@ -42,7 +41,8 @@ class Chain:
         self._moment = max(moment.replace(microsecond=0), self._before.at)
 
     def append(self, kind: EventKind, data: Mapping[str, Any]) -> Event:
-        """Append an event and update the derived tables; raises Rejected for an invalid event."""
+        """Append an event and update the derived tables; raises Rejected for an invalid event, and
+        Refusal for one that is too large."""
         last = self._head
         event = Event(last.number + 1, self._moment, last.hash, kind, data)
         insert_event(self._connection, event)
@@ -67,10 +67,15 @@ class Chain:
 
 
 def insert_event(connection: Connection, event: Event) -> None:
-    """Write an event unchanged; raises Rejected if it is too large."""
+    """Write an event unchanged; raises Refusal if it is too large."""
     body = event.body
     if len(body) > LARGEST_EVENT:
-        raise Rejected("event/size", f"{len(body)} bytes, at most {LARGEST_EVENT} are recorded")
+        raise refuse(
+            NOT_RECORDED,
+            f"a {event.kind} entry has {len(body)} bytes, at most {LARGEST_EVENT} are recorded",
+            help="give less evidence at a time; in a triple, the fingerprints of the kernels are "
+            "too large",
+        )
     connection.execute(
         insert(events).values(
             number=event.number,

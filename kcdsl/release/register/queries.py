@@ -27,7 +27,6 @@ from kcdsl.release.register.events import EventKind, hash_of, parse_event
 from kcdsl.release.register.projections import MARK, read_record, row_of
 from kcdsl.release.register.records import (
     CERTIFICATE,
-    DIGESTS,
     PROMOTION,
     REVOCATION,
     RUN,
@@ -188,12 +187,12 @@ def evidence_elsewhere(
     connection: Connection, slot: str, candidate: str
 ) -> Iterator[tuple[str, str, frozenset[str]]]:
     """Yield slot, candidate and evidence digests of each decision about another candidate or in
-    another slot."""
-    other = (promotions.c.slot != slot) | (promotions.c.candidate != candidate)
-    wanted = select(promotions.c.slot, promotions.c.candidate, promotions.c.record).where(other)
-    for row in connection.execute(wanted.order_by(promotions.c.event)):
-        record = strict_load(row.record.encode("utf-8"), _LARGEST)
-        yield row.slot, row.candidate, frozenset(DIGESTS.read(record.get("evidence"), "evidence"))
+    another slot, as its event says; a changed row hides none."""
+    wanted = select(events.c.body).where(events.c.kind == EventKind.PROMOTION.value)
+    for body in connection.execute(wanted.order_by(events.c.number)).scalars():
+        each = PROMOTION.read(parse_event(bytes(body)).data, "data")
+        if (each.slot, each.candidate) != (slot, candidate):
+            yield each.slot, each.candidate, frozenset(each.evidence)
 
 
 def slots_in(connection: Connection) -> Iterator[Slot]:

@@ -8,22 +8,30 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from sqlalchemy import update
 
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl.release.register import Register
-from kcdsl.release.register.events import hash_of
-from kcdsl_certs.encoding.strict import canonical_json
+from kcdsl.release.register import Promotion, PromotionState, Register, Revocation, Revoked
+from kcdsl.release.register.appending import Chain, head_in, insert_event
+from kcdsl.release.register.database import Location, RegisterDatabase
+from kcdsl.release.register.events import Event, EventKind, hash_of
+from kcdsl.release.register.projections import MARK, text_of
+from kcdsl.release.register.schema import head
+from kcdsl_certs.encoding.strict import canonical_json, time_text
 from kcdsl_certs.signatures import bundle_bytes, sign
 from kcdsl_certs.statement import Verdict, head_bytes
 from tests.support.postgres import Server
 from tests.support.registers import (
+    CONTRACT,
     FILLED,
     LAST,
+    NOW,
     TRUSTED,
     certified,
     clock,
@@ -275,6 +283,65 @@ def test_changed_table_is_detected_on_reading(filled: str, name: str) -> None:
     assert caught.value.diagnostics[0].code is codes.REGISTER_DAMAGED
 
 
+_HELD = Promotion(
+    FILLED, triple("two").digest, None, CONTRACT.digest, "canary", PromotionState.HELD
+)
+
+
+def _refused(place: str, use: Callable[[Register], object], words: str) -> None:
+    with Register.open(place, clock=clock) as register, pytest.raises(Refusal) as caught:
+        use(register)
+    (found,) = caught.value.diagnostics
+    assert found.code is codes.REGISTER_DAMAGED
+    assert words in found.message
+
+
+@pytest.mark.parametrize("last", [PromotionState.PROMOTED, PromotionState.HELD])
+def test_slot_with_a_triple_of_an_earlier_decision_is_refused(
+    register: Register, place: str, last: PromotionState
+) -> None:
+    """The record is that of the first decision, with the version and the event of the last."""
+    one, two, three = (recorded(register, certified(triple(n))) for n in ("one", "two", "three"))
+    first = Promotion(
+        FILLED, one.triple, None, CONTRACT.digest, "canary", PromotionState.PROMOTED,
+        certificates=(one.identity,),
+    )  # fmt: skip
+    live = register.promote(FILLED, 0, first)
+    moved = replace(first, candidate=two.triple, incumbent=one.triple, certificates=(two.identity,))
+    after = register.promote(FILLED, 1, moved)
+    if last is PromotionState.HELD:
+        third = replace(moved, candidate=three.triple, incumbent=two.triple, state=last)
+        after = register.promote(FILLED, 2, replace(third, certificates=()))
+    forged = text_of(replace(live, version=after.version).to_json())
+    with unguarded(place) as run:
+        run("UPDATE slots SET record = ?, triple = ?", forged, one.triple)
+    _refused(place, lambda register: register.slot(FILLED), "not as its decisions left it")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE promotions SET record = '[]'",
+        "UPDATE promotions SET record = replace(record, '" + "6" * 64 + "', '" + "5" * 64 + "')",
+        f"UPDATE promotions SET slot = '{FILLED}'",
+        "DELETE FROM promotions",
+    ],
+)
+def test_changed_decision_does_not_hide_counted_traffic(
+    register: Register, place: str, change: str
+) -> None:
+    one, elsewhere = triple("one"), "chat/other"
+    register.record_triple(one)
+    register.promote(
+        elsewhere, 0, replace(_HELD, slot=elsewhere, candidate=one.digest, evidence=("6" * 64,))
+    )
+    with unguarded(place) as run:
+        run(change)
+    with pytest.raises(Refusal, match="was counted for") as caught:
+        register.refuse_counted(FILLED, one.digest, ["6" * 64])
+    assert caught.value.diagnostics[0].code is codes.PROMOTION_EVIDENCE
+
+
 @pytest.mark.parametrize("table", ["certificates", "runs", "promotions", "slots", "revocations"])
 def test_changed_entry_is_found(filled: str, table: str) -> None:
     with unguarded(filled) as run:
@@ -286,13 +353,16 @@ def test_changed_entry_is_found(filled: str, table: str) -> None:
 
 
 def test_changed_missing_and_stray_bundles_are_found(filled: str) -> None:
+    with Register.open(filled, clock=clock) as register:
+        first = register.certificates()[0]
     with unguarded(filled) as run:
-        (digest,) = run("SELECT digest FROM bundles ORDER BY digest").fetchone()
-        run("UPDATE bundles SET content = ? WHERE digest = ?", b"{}", digest)
+        run("UPDATE bundles SET content = ? WHERE digest = ?", b"{}", first.bundle)
     assert reasons(filled) == {"bundle/digest"}
+    _refused(filled, lambda register: register.bundle(first.identity), "is not as recorded")
     with unguarded(filled) as run:
-        run("DELETE FROM bundles WHERE digest = ?", digest)
+        run("DELETE FROM bundles WHERE digest = ?", first.bundle)
     assert reasons(filled) == {"bundle/missing"}
+    _refused(filled, lambda register: register.bundle(first.identity), "is not as recorded")
 
 
 def test_bundle_without_an_event_is_found(filled: str) -> None:
@@ -303,9 +373,6 @@ def test_bundle_without_an_event_is_found(filled: str) -> None:
 
 def _forge(place: str, data: bytes, **changes: Any) -> None:
     """Append a well-chained event about a bundle, bypassing the conditions of the program."""
-    from kcdsl.release.register.appending import Chain
-    from kcdsl.release.register.database import Location, RegisterDatabase
-    from kcdsl.release.register.events import EventKind
     from kcdsl.release.register.recording import entry_of
     from kcdsl_certs.signatures import decode, parse_bundle
     from kcdsl_certs.verification.admission import read_statement
@@ -336,7 +403,107 @@ def test_event_that_claims_more_than_its_bundle_is_found(filled: str) -> None:
     assert reasons(filled) == {"bundle/content"}
 
 
+def _append_unchecked(
+    place: str, kind: EventKind, data: dict[str, Any], time: datetime = NOW
+) -> None:
+    """Append a chained event that no table follows."""
+    database = RegisterDatabase(Location.of(place), create=False)
+    with database.writing() as connection:
+        last = head_in(connection)
+        event = Event(last.number + 1, time, last.hash, kind, data)
+        insert_event(connection, event)
+        now = {"number": event.number, "hash": event.hash, "time": time_text(time)}
+        connection.execute(update(head).values(now))
+    database.close()
+
+
+IMPOSSIBLE: dict[str, tuple[EventKind, dict[str, Any], datetime, set[str]]] = {
+    "a second beginning": (
+        EventKind.REGISTER,
+        {"id": "0" * 32},
+        NOW,
+        {"a register begins with its first event alone", "a register begins once (chain/event)"},
+    ),
+    "a mark of an unknown run": (
+        EventKind.RUN_MARK,
+        MARK.write({"run": "0" * 64, "trusted": True, "reason": "good"}),
+        NOW,
+        {f"the run {'0' * 64} was not recorded before (chain/event)"},
+    ),
+    "a decision about a later version": (
+        EventKind.PROMOTION,
+        replace(_HELD, incumbent=triple("one").digest, version=9).to_json(),
+        NOW,
+        {f"{FILLED} has version 3, the decision is about 8 (slot/stale)"},
+    ),
+    "an earlier time": (
+        EventKind.REVOCATION,
+        Revocation(Revoked.KEY, "7" * 64, "lost").to_json(),
+        NOW - timedelta(seconds=1),
+        {"it is earlier than the event before it"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_event_is_found(filled: str, name: str) -> None:
+    kind, data, time, details = IMPOSSIBLE[name]
+    _append_unchecked(filled, kind, data, time)
+    with Register.open(filled, clock=clock) as register:
+        found = register.check(trusted=ALL)
+    assert details <= {defect.detail for defect in found.defects if defect.number == LAST + 1}
+
+
+def test_first_event_of_another_kind_is_found(register: Register, place: str) -> None:
+    one = triple("one")
+
+    def replaced(document: dict[str, Any]) -> None:
+        document.update(kind="triple", data=one.to_json())
+
+    with unguarded(place) as run:
+        _rewritten(1, replaced, rehash=True)(run)
+        run("UPDATE events SET kind = 'triple'")
+        run("UPDATE head SET register = hash")
+        row = (one.digest, 1, one.contract.digest, text_of(one.to_json()))
+        run("INSERT INTO triples (digest, event, contract, triple) VALUES (?, ?, ?, ?)", *row)
+    assert reasons(place) == {"chain/event"}
+
+
 # --- heads ----------------------------------------------------------------------------------------
+
+
+def test_signed_head_of_a_register_without_events_is_compared_with_none(filled: str) -> None:
+    with Register.open(filled, clock=clock) as register:
+        signed = register.sign_head([KEY_A])
+    with unguarded(filled) as run:
+        run("DELETE FROM events")
+    assert "chain/empty" in reasons(filled, signed)
+
+
+def test_register_without_a_head_is_refused(filled: str) -> None:
+    with unguarded(filled) as run:
+        run("DELETE FROM head")
+    with Register.open(filled, clock=clock) as register:
+        for use in (register.head, lambda: register.revoke("7" * 64, "lost")):
+            with pytest.raises(Refusal, match="no head") as caught:
+                use()
+            assert caught.value.diagnostics[0].code is codes.REGISTER_DAMAGED
+
+
+def test_head_that_changes_during_an_append_is_refused(filled: str) -> None:
+    database = RegisterDatabase(Location.of(filled), create=False)
+
+    def append() -> None:
+        with database.writing() as connection:
+            chain = Chain(connection, clock())
+            chain.append(EventKind.REVOCATION, Revocation(Revoked.KEY, "7" * 64, "lost").to_json())
+            connection.execute(update(head).values(hash="0" * 64))
+            chain.close()
+
+    with pytest.raises(Refusal, match="changed during an append"):
+        append()
+    database.close()
+    assert reasons(filled) == set()
 
 
 def test_extended_register_agrees_with_its_signed_heads(filled: str) -> None:
@@ -474,6 +641,40 @@ def test_values_of_wrong_types_are_found(filled: str, text: str) -> None:
     with unguarded(filled) as run:
         run(text)
     assert reasons(filled)
+
+
+@pytest.mark.parametrize("filled", ["sqlite"], indirect=True)
+def test_entry_that_is_no_text_is_refused(filled: str) -> None:
+    with unguarded(filled) as run:
+        run("UPDATE slots SET record = CAST(record AS BLOB)")
+    _refused(filled, lambda register: register.slot(FILLED), "an entry is no text")
+
+
+@pytest.mark.parametrize("filled", ["sqlite"], indirect=True)
+def test_exchanged_indices_are_found(filled: str) -> None:
+    """An index with the pages of another one hides a later failure."""
+    names = ("ix_certificates_not_passed", "ix_certificates_supersedes")
+    with unguarded(filled) as run:
+        wanted = "SELECT rootpage FROM sqlite_master WHERE name = ?"
+        pages = [run(wanted, name).fetchone()[0] for name in names]
+        run("PRAGMA writable_schema = ON")
+        for name, page in zip(names, reversed(pages), strict=True):
+            run("UPDATE sqlite_master SET rootpage = ? WHERE name = ?", page, name)
+    assert "database/integrity" in reasons(filled)
+
+
+@pytest.mark.parametrize("filled", ["sqlite"], indirect=True)
+def test_read_only_file_is_not_reported_as_damage(filled: str) -> None:
+    """By the version of its format, which SQLite reads and does not write."""
+    path = Path(filled)
+    data = bytearray(path.read_bytes())
+    data[18] = 3
+    path.write_bytes(data)
+    with Register.open(filled, clock=clock) as register:
+        assert register.head().number == LAST
+        with pytest.raises(Refusal, match="cannot store the register") as caught:
+            register.revoke("7" * 64, "lost")
+    assert caught.value.diagnostics[0].code is codes.INPUT_OUTPUT
 
 
 @pytest.mark.parametrize("filled", ["sqlite"], indirect=True)

@@ -21,6 +21,7 @@ from kcdsl.release.register import (
     Slot,
     Stale,
     Standing,
+    appending,
 )
 from kcdsl_certs.statement import Verdict
 from tests.support.registers import (
@@ -254,6 +255,17 @@ def test_unencodable_reason_is_refused_without_damage(register: Register, reason
     assert register.check().is_sound
 
 
+def test_too_large_entry_is_refused_without_damage(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appending, "LARGEST_EVENT", 2000)
+    with pytest.raises(Refusal, match="at most 2000 are recorded") as caught:
+        register.revoke("f" * 64, "x" * 2000)
+    assert caught.value.diagnostics[0].code is codes.NOT_RECORDED
+    assert register.revocations() == ()
+    assert register.check().is_sound
+
+
 # --- runs -----------------------------------------------------------------------------------------
 
 
@@ -338,6 +350,13 @@ def test_rollback_to_a_never_live_triple_is_refused(register: Register) -> None:
     back = decision(two, three.triple, PromotionState.ROLLED_BACK, certificates=())
     with pytest.raises(Refusal, match="never live"):
         register.promote(SLOT, 2, back)
+
+
+def test_rollback_without_an_incumbent_empties_the_slot(register: Register) -> None:
+    one = record(register)
+    register.promote(SLOT, 0, decision(one))
+    back = decision(one, None, PromotionState.ROLLED_BACK, certificates=())
+    assert register.promote(SLOT, 1, back).triple is None
 
 
 def test_promotion_needs_certificates_in_force(register: Register) -> None:

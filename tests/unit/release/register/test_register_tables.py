@@ -132,6 +132,23 @@ def test_creating_a_register_twice_changes_nothing(place: str) -> None:
         assert register.head() == first
 
 
+def test_register_that_another_process_creates_meanwhile_is_kept(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Register.open(place, create=True, clock=clock) as register:
+        first = register.head()
+    real, seen = RegisterDatabase.revision, list[str | None]()
+
+    def late(self: RegisterDatabase) -> str | None:
+        seen.append(real(self))
+        return None if len(seen) == 1 else seen[-1]
+
+    monkeypatch.setattr(RegisterDatabase, "revision", late)
+    with Register.open(place, create=True, clock=clock) as register:
+        assert register.head() == first
+    assert len(seen) == 2
+
+
 def test_writer_that_waits_too_long_is_refused(place: str) -> None:
     own = opened(place)
     with (
