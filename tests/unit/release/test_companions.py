@@ -12,19 +12,24 @@ from typing import Any
 
 import pytest
 
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release import companions
 from kcdsl.release.register import Register
+from kcdsl_certs.encoding.strict import canonical_json
 from kcdsl_certs.signatures import (
     SigningKey,
     TrustedKey,
     TrustPolicy,
+    bundle_bytes,
     decode,
     load_private,
     pae,
     parse_bundle,
+    sign,
     signers,
 )
 from kcdsl_certs.signatures.policy import ROLES
+from kcdsl_certs.verification.report import Combined, Report
 
 Cli = Callable[..., Any]
 DIGEST = "ab" * 32
@@ -40,11 +45,16 @@ def companion(
     monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: AT)
     monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: AT)
 
-    def run(*words: str, image: str = IMAGE, sign: tuple[str, ...] = ("kcdsl.key",)) -> Any:
+    def run(
+        *words: str,
+        image: str = IMAGE,
+        sign: tuple[str, ...] = ("kcdsl.key",),
+        certificates: tuple[Path, ...] = (certificate,),
+    ) -> Any:
         keys = [word for name in sign for word in ("--sign", name)]
         trusted = ("--key", "kcdsl.key.pub", "-o", "made")
         given = ("--image", image) if image else ()
-        return cli("companions", certificate, *given, *trusted, *keys, *words, cwd=folder)
+        return cli("companions", *certificates, *given, *trusted, *keys, *words, cwd=folder)
 
     return run
 
@@ -161,8 +171,25 @@ def test_nothing_is_written_without_a_key(companion: Callable[..., Any], folder:
     assert "--sign KEY" in ran.stderr
 
 
-def test_rejected_certificates_get_no_companion() -> None:
-    from kcdsl_certs.verification.report import Combined
+def test_certificates_of_two_stages_get_no_companion(
+    companion: Callable[..., Any], folder: Path, certificate: Path, key: SigningKey
+) -> None:
+    document = json.loads(decode(parse_bundle(certificate.read_bytes())).payload)
+    document["predicate"]["stage"] = "shadow"
+    other = sign(canonical_json(document), [key])
+    (folder / "out" / "shadow.cert.json").write_bytes(bundle_bytes(other, key.public.hint))
+    ran = companion(certificates=(certificate, folder / "out" / "shadow.cert.json"))
+    assert (ran.code, (folder / "made").exists()) == (2, False)
+    assert "the certificates are of several stages: offline-ci, shadow" in ran.stderr
 
+
+def test_transfer_gets_no_companion() -> None:
+    checked = Combined((("moved.json", Report((), steps=())),), complete=True)
+    with pytest.raises(Refusal, match=r"moved\.json is a weights transfer") as refused:
+        companions.ValidCertificates.of(checked, AT, rechecked=True)
+    assert refused.value.diagnostics[0].code is codes.CANNOT_SIGN
+
+
+def test_rejected_certificates_get_no_companion() -> None:
     with pytest.raises(ValueError, match="whole contract"):
         companions.ValidCertificates.of(Combined((), complete=True), AT, rechecked=True)

@@ -6,17 +6,21 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
+from kcdsl.ir.terms import EvidenceKind
+from kcdsl.release import foreign
 from kcdsl.release.foreign import ForeignBackend
 from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 from kcdsl.route.goals import goals
-from kcdsl.verdict.model import Inconclusive, InvalidEvidence
-from kcdsl.verdict.outcome import GoalOutcome
+from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, Violated
+from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
+from kcdsl_certs.encoding.rejected import Rejected
 from tests.support.small_models import write_model
 
 CONTRACT = """\
@@ -269,6 +273,87 @@ def test_hanging_backend_is_terminated(ask: Ask) -> None:
     assert time.monotonic() - started < 60
     assert isinstance(found.verdict, Inconclusive)
     assert "gave no answer within 3 s" in found.verdict.reason
+
+
+def test_case_without_a_bound_is_refused() -> None:
+    """A backend may write its answer itself."""
+    case = {
+        "name": "p0", "length": 5, "bound": None, "attack": None, "reason": None, "stable": None,
+        "margin": None,
+    }  # fmt: skip
+    told = {
+        "goal": 0, "verdict": "Held", "reason": "", "counterexample": None, "evidence": "proof",
+        "assumptions": [], "cases": [case], "proof": "e30=", "run": None, "notes": [],
+    }  # fmt: skip
+    goal: Any = object()
+    with pytest.raises(Rejected, match="answer/number: a case without a bound"):
+        foreign._answers({"outcomes": [told]}, [goal], "mine", 1.0)
+    case["bound"] = (0.5).hex()
+    (found,) = foreign._answers({"outcomes": [told]}, [goal], "mine", 1.0)
+    assert found.cases[0].bound == 0.5
+
+
+def engine(missing: tuple[str, ...] = (), refutes: bool = False) -> Any:
+    """Return a stand-in for the built-in backend, which repeats counterexamples."""
+    own = SimpleNamespace(replay=lambda *given, **wishes: SimpleNamespace(refutes=refutes))
+    target = next(spec.target for spec in catalogue() if spec.domains)
+    return SimpleNamespace(
+        target=target, domains=("interval",), missing=lambda: missing, load=lambda: own
+    )
+
+
+@pytest.mark.parametrize(
+    ("engines", "run", "words"),
+    [
+        ((), b'{"clause": "N-0"}', "nothing is installed that runs its counterexample again"),
+        ((MINE,), b'{"clause": "N-0"}', "nothing is installed"),
+        ((engine(("torch",), True),), b'{"clause": "N-0"}', "nothing is installed"),
+        ((engine(refutes=False),), b'{"clause": "N-0"}', "does not break the clause"),
+        ((engine(refutes=True),), b'{"clause": "N-1"}', "is about another clause"),
+        ((engine(refutes=True),), b"[]", "is no document"),
+        ((engine(refutes=True),), b'{"clause": "N-0"}', None),
+    ],
+)
+def test_violation_needs_a_run_that_breaks_the_clause_again(
+    prepare: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    engines: tuple[Any, ...],
+    run: bytes,
+    words: str | None,
+) -> None:
+    folder = prepare("no way", "0.01")
+    program = load_program(folder / "contract.yaml")
+    (goal,) = goals(program)
+    claimed = GoalOutcome(
+        goal, Violated({"value": "9"}), Evidence(EvidenceKind.PROOF), "mine", (), 0.0, 0,
+        proof=b"{}", counterexample=run,
+    )  # fmt: skip
+    monkeypatch.setattr(foreign, "catalogue", lambda: engines)
+    found = foreign.verified_outcome(program, folder, claimed, "cpu")
+    if words is None:
+        assert (found.verdict, found.proof, found.counterexample) == (claimed.verdict, None, run)
+        return
+    assert isinstance(found.verdict, Inconclusive)
+    assert words in found.verdict.reason
+    assert (found.proof, found.counterexample) == (None, None)
+
+
+@pytest.mark.parametrize("objection", [None, "its proof is no document"])
+def test_held_answer_is_confirmed_by_its_proof_alone(
+    prepare: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, objection: str | None
+) -> None:
+    folder = prepare("no way", "0.01")
+    program = load_program(folder / "contract.yaml")
+    (goal,) = goals(program)
+    claimed = GoalOutcome(
+        goal, Held(), Evidence(EvidenceKind.PROOF), "mine", (CaseOutcome("p0", 5, 1e-9),), 0.0, 0,
+        proof=b"{}", counterexample=b"{}",
+    )  # fmt: skip
+    monkeypatch.setattr(foreign, "_unproved", lambda *given: objection)
+    found = foreign.verified_outcome(program, folder, claimed, "cpu")
+    assert found.confirmed is (objection is None)
+    assert isinstance(found.verdict, Held if objection is None else Inconclusive)
+    assert (found.proof is None, found.counterexample) == (objection is not None, None)
 
 
 MEASURING = """\

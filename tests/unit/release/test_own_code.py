@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from kcdsl.check.compile import load_program
-from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics import Refusal, codes
 from kcdsl.model.files import Artefacts
 from kcdsl.model.loading import load_model
 from kcdsl.model.own_code import imported_code, record_imports
+from kcdsl.release.artefacts import code_digests, metric_files
+from kcdsl.release.requirements import build_triple
 from kcdsl_backends.empirical.collection.resume import OwnCode, recorded_code_unchanged
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from tests.support.small_models import write_model
@@ -202,6 +204,30 @@ def test_every_way_to_import_a_file_is_recorded(
     assert (folder / "mark").read_text().split() == ["source"]
 
 
+def test_code_digests_leave_out_the_module_that_the_contract_names(folder: Path) -> None:
+    program, files = load_program(folder / "contract.yaml"), Artefacts.of(folder)
+    load_model(program.model, files)
+    others = ("own/__init__.py", "own/late.py", "own/parts.py")
+    assert code_digests(program, files) == {name: sha256(folder / name) for name in others}
+
+
+def test_file_changed_after_its_import_is_not_stated(folder: Path) -> None:
+    program, files = load_program(folder / "contract.yaml"), Artefacts.of(folder)
+    load_model(program.model, files)
+    (folder / "own" / "parts.py").write_text(PARTS + "# another\n")
+    with pytest.raises(Refusal, match=r"own/parts\.py changed while") as refused:
+        code_digests(program, files)
+    assert refused.value.diagnostics[0].code is codes.CHANGED_MEANWHILE
+
+
+def test_triple_needs_the_module_of_the_factory(folder: Path) -> None:
+    program = load_program(folder / "contract.yaml")
+    (folder / "own" / "net.py").unlink()
+    with pytest.raises(Refusal, match=r"no module own\.net with a source file") as refused:
+        build_triple(program, folder)
+    assert refused.value.diagnostics[0].code is codes.FILE_MISSING
+
+
 def test_previously_imported_package_is_reloaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +282,22 @@ from own.parts import gain
 def gap(train_logits, infer_logits):
     return gain * abs(train_logits - infer_logits).max(axis=1)
 """
+
+
+@pytest.mark.parametrize(("before", "after"), [("@metric", "@dict"), ("def gap", "def another")])
+def test_metric_that_is_no_longer_declared_is_refused(
+    folder: Path, before: str, after: str
+) -> None:
+    gauge = folder / "own" / "gauge.py"
+    gauge.write_text(METRIC)
+    (folder / "kcdsl.toml").write_text('metrics = ["own.gauge"]\n')
+    (folder / "contract.yaml").write_text(CONTRACT.replace("p99(kl)", "p99(gap)"))
+    program = load_program(folder / "contract.yaml")
+    assert metric_files(program, folder) == {"own.gauge": gauge}
+    gauge.write_text(METRIC.replace(before, after))
+    with pytest.raises(Refusal, match=r"own\.gauge:gap declares no `gap` any more") as refused:
+        metric_files(program, folder)
+    assert refused.value.diagnostics[0].code is codes.METRIC_FUNCTION
 
 
 @pytest.mark.full

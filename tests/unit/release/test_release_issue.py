@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kcdsl.diagnostics import Refusal
+from kcdsl.diagnostics import Refusal, codes
+from kcdsl.ir.kernels import LogProbabilities, Service
 from kcdsl.ir.obligations import alternatives
 from kcdsl.ir.terms import (
     Compare,
@@ -29,6 +30,7 @@ from kcdsl.ir.terms import (
     Region,
     RegionKind,
 )
+from kcdsl.model.files import CHECKPOINT
 from kcdsl.model.fingerprint import kernel_fingerprint
 from kcdsl.release.issue import issue, result_for, weakened
 from kcdsl.release.requirements import build_triple, required_clauses
@@ -168,6 +170,70 @@ def test_times_of_an_unnamed_machine_are_inconclusive(
     (found,) = json.loads(made)["predicate"]["clauses"]
     assert found["verdict"] == wanted
     assert ("machine" in found.get("reason", "")) is not named
+
+
+def test_requirement_without_a_normal_form_gets_no_result(program: Program, folder: Path) -> None:
+    required = next(r for r in required_clauses(program, folder) if r.id == "N-KL")
+    stated = dataclasses.replace(required, alternatives=())
+    with pytest.raises(Refusal, match="a form that a certificate cannot state") as caught:
+        result_for(stated, evidence=Evidence.CENSUS, method="census/1", verdict=Verdict.PASSED, n=1)
+    assert caught.value.diagnostics[0].code is codes.CANNOT_CERTIFY
+
+
+def test_slice_without_data_is_not_pinned(program: Program, folder: Path) -> None:
+    bare = dataclasses.replace(program, data=None)
+    assert {r.slice_digest for r in required_clauses(bare, folder)} == {None}
+    assert None not in {r.slice_digest for r in required_clauses(program, folder)}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "words"),
+    [
+        ({}, "nothing says which weights were loaded"),
+        ({CHECKPOINT: "0" * 64}, "the checkpoint changed while the command ran"),
+    ],
+)
+def test_results_of_other_files_are_not_certified(
+    program: Program,
+    folder: Path,
+    evidence: tuple[EvidenceFile, ...],
+    loaded: dict[str, str],
+    words: str,
+) -> None:
+    clauses = [_census(program, folder, value=Fraction(1, 100))]
+    with pytest.raises(Refusal, match=words):
+        issue(
+            program=program,
+            base=folder,
+            clauses=clauses,
+            keys=[],
+            evidence=evidence,
+            loaded=loaded,
+        )
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_proof_names_the_numerics_of_its_kernels_if_they_are_known(
+    program: Program, folder: Path, proof: bytes, every_result: Any, named: bool
+) -> None:
+    first = every_result(proof_reference("N-ATTN-0", proof))[0]
+    prints = {side: kernel_fingerprint(getattr(program, side)) for side in ("train", "infer")}
+    if not named:
+        del prints["infer"]["numerics"]
+    made = issue(program=program, base=folder, clauses=[first], keys=[], fingerprints=prints)
+    (found,) = json.loads(made)["predicate"]["clauses"]
+    assert ("numerics" in found) is named
+
+
+def test_certificate_does_not_claim_the_weights_of_a_server(
+    program: Program, folder: Path, evidence: tuple[EvidenceFile, ...]
+) -> None:
+    server = Service("http://localhost:1/v1", LogProbabilities("raw"))
+    served = dataclasses.replace(program, infer=dataclasses.replace(program.infer, service=server))
+    clauses = [_census(served, folder, value=Fraction(1, 100))]
+    made = issue(program=served, base=folder, clauses=clauses, keys=[], evidence=evidence)
+    claims = json.loads(made)["predicate"]["nonClaims"]
+    assert any("The inference kernel was asked as a server" in claim for claim in claims)
 
 
 def test_unsigned_output_is_a_statement(
