@@ -78,7 +78,8 @@ def _far(clause: CertifiedClause) -> str:
     if clause.budget and clause.exceed is not None:
         allowed = real_text(100 * clause.budget)
         return f"{clause.exceed} of {clause.n} are beyond, {allowed} % may be"
-    reached = clause.value if clause.value is not None else clause.low or clause.high
+    known = (clause.value, clause.low, clause.high)
+    reached = next((value for value in known if value is not None), None)
     if reached is None:
         return f"{clause.quantity} does not hold"
     limit = f"{clause.op} {float(clause.tau):.6g}"
