@@ -19,7 +19,7 @@ from kcdsl.ir.obligations import HOLDS, obligations_of, slices_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.records import DocumentRecord, Record
-from kcdsl.verdict.studies.pairing import PairedRow, worse_text
+from kcdsl.verdict.studies.pairing import PairedRow, regression_text
 from kcdsl_certs.statement import CertifiedClause, Verdict
 
 Factor = Literal["kernels", "checkpoint"]
@@ -366,7 +366,7 @@ def _broke(told: Explanation, factor: Factor, at: str, asked: AgreedRow) -> _Fin
         return None, f"{title}: {before} before, {after} after"
     if row.change != "regressed":
         return None, f"{title}: the difference is not shown"
-    return True, f"{title}: held before, violated after; {worse_text(row).partition(': ')[2]}"
+    return True, f"{title}: held before, violated after; {regression_text(row)}"
 
 
 # --- for people -----------------------------------------------------------------------------------
