@@ -17,7 +17,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.kernels import LOGITS
 from kcdsl.ir.obligations import Obligation, obligations_of
-from kcdsl.ir.tables import expand_tables
+from kcdsl.ir.tables import expand_tables, whole_of
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
 from kcdsl.metrics import registry_of
 from kcdsl.model.configuration import find_config
@@ -101,7 +101,7 @@ def plan(
             elsewhere[clause.id] = reason
             continue
         for name in slices_of(clause) or tuple(s.name for s in program.slices):
-            if slices and name.partition("[")[0] not in slices:
+            if slices and whole_of(name) not in slices:
                 continue
             for obligation in obligations_of(clause, name):
                 seen = None if earlier is None else earlier.observe(obligation)

@@ -147,6 +147,9 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
     return tuple(chosen), deferred
 
 
+FAILURE_RATE = Statistic("aggregate", Metric("failure_rate"))
+"""The share of requests without an answer, as a term."""
+
 PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
 """Kinds of evidence that measurements do not give."""
 
