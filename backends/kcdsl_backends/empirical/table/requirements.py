@@ -40,6 +40,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.terms import Number as Constant
 from kcdsl.metrics import MEASURES, METRICS
+from kcdsl.verdict.report import deferred_name
 
 
 def metrics_of(formula: Formula) -> frozenset[str]:
@@ -134,7 +135,8 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
         else:
             chosen.append(clause)
             left_out = [name for name in named if name not in slices]
-            deferred |= {f"{clause.id} on {n}": "the slice was not selected" for n in left_out}
+            for name in left_out:
+                deferred[deferred_name(clause.id, name)] = "the slice was not selected"
     for clause in chosen:  # other buckets of its table may have been left out
         deferred.pop(clause.id, None)
     if not chosen:
