@@ -18,6 +18,7 @@ from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.kernels import LOGITS, KernelRef
+from kcdsl.ir.obligations import named_slices
 from kcdsl.ir.printer import formula_text
 from kcdsl.ir.terms import (
     Abs,
@@ -111,12 +112,6 @@ def obstacle(clause: Clause) -> str | None:
     return None
 
 
-def slices_of(clause: Clause) -> tuple[str, ...]:
-    """Return the slices on which a clause is decided, in the order of the contract."""
-    named = [p.region.slice for p in walk(clause.require) if isinstance(p, Quantified)]
-    return tuple(dict.fromkeys((*clause.slices, *named)))
-
-
 def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...], dict[str, str]]:
     """Return the clauses that running the kernels decides on these slices, and the reasons for
     others.
@@ -127,7 +122,7 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
     deferred: dict[str, str] = {}
     for clause in program.clauses:
         reason = obstacle(clause)
-        named = slices_of(clause)
+        named = named_slices(clause)
         if reason is not None:
             deferred[clause.id] = reason
         elif named and not slices & set(named):
