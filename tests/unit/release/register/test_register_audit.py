@@ -303,7 +303,7 @@ def test_bundle_without_an_event_is_found(filled: str) -> None:
 
 def _forge(place: str, data: bytes, **changes: Any) -> None:
     """Append a well-chained event about a bundle, bypassing the conditions of the program."""
-    from kcdsl.release.register.appending import Chain
+    from kcdsl.release.register.chain import Chain
     from kcdsl.release.register.database import Location, RegisterDatabase
     from kcdsl.release.register.events import EventKind
     from kcdsl.release.register.recording import entry_of
