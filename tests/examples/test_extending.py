@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
-from pathlib import Path
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -44,3 +47,30 @@ def test_patch_applies_to_this_tree(extension: Extension, repository: Path) -> N
 @pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
 def test_patched_tree_passes_the_tests_of_the_patch(extension: Extension) -> None:
     assert try_out(extension) == ""
+
+
+def is_there(module: str, name: str) -> bool:
+    """Return whether a module of this tree has a name, or a module of it."""
+    with suppress(ImportError):
+        return hasattr(import_module(module), name) or bool(import_module(f"{module}.{name}"))
+    return False
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
+def test_names_that_a_patch_imports_exist(extension: Extension) -> None:
+    """A patch is no module that type checkers read: a name that was changed shows here at once."""
+    added = "\n".join(
+        line.removeprefix("+")
+        for line in extension.patch.read_text(encoding="utf-8").splitlines()
+        if line.startswith("+") and not line.startswith("+++")
+    )
+    found = re.findall(r"^from ((?:kcdsl|bench|tests)[\w.]*) import (\([^)]*\)|.*)$", added, re.M)
+    own = {PurePath(file).stem for file in extension.files}
+    lacking = [
+        f"{module}.{name}"
+        for module, names in found
+        if module.rpartition(".")[2] not in own
+        for name in re.findall(r"\w+", names)
+        if not is_there(module, name)
+    ]
+    assert lacking == []
