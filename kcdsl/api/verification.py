@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import (
+    FormalBackend,
     choose_device,
     execution_of,
     formal_backend,
@@ -224,7 +225,7 @@ def _decide(
     program: Program,
     files: Artefacts,
     chosen: Sequence[Goal],
-    backend: Any,
+    backend: FormalBackend,
     device: str,
     execution: Execution,
 ) -> tuple[GoalOutcome, ...]:
@@ -263,11 +264,13 @@ def _together(
 ) -> tuple[GoalOutcome, ...]:
     """Ask the installed backends in turn."""
 
-    def ask(backend: Any, goals: Sequence[Goal], seconds: float | None) -> tuple[GoalOutcome, ...]:
+    def ask(
+        backend: FormalBackend, goals: Sequence[Goal], seconds: float | None
+    ) -> tuple[GoalOutcome, ...]:
         limited = replace(execution, seconds=seconds)
         return _decide(options, program, files, goals, backend, device, limited)
 
-    def load(spec: BackendSpec, seconds: float | None) -> Any:
+    def load(spec: BackendSpec, seconds: float | None) -> FormalBackend:
         most = options.backend_seconds
         return loaded(spec, most if seconds is None else min(most, seconds))
 
@@ -408,7 +411,7 @@ def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
 
 
 def _implied(
-    program: Program, files: Artefacts, outcomes: Sequence[GoalOutcome], backend: Any
+    program: Program, files: Artefacts, outcomes: Sequence[GoalOutcome], backend: FormalBackend
 ) -> tuple[Implied, ...]:
     """Return the empirical clauses, on slices with rows, that the proved drift bounds imply.
 
