@@ -27,7 +27,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class Better(StrEnum):
-    """Which direction is an improvement."""
+    """The direction of an improvement."""
 
     LOWER = "lower"
     HIGHER = "higher"

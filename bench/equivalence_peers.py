@@ -36,7 +36,7 @@ Pair = tuple[list[tuple["Tensor", "Tensor"]], list[tuple["Tensor", "Tensor"]]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether a pair is equivalent (None: not decided), and the cost."""
+    """An answer whether a pair is equivalent (None: not decided), and the cost."""
 
     equivalent: bool | None
     note: str = ""

@@ -69,7 +69,7 @@ NEAR = 0.82
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How long a question is tried with rounds and splits.
+    """Limits of rounds and splits for one question.
 
     Args:
         near: limits below this part of a bound are not tried.

@@ -34,7 +34,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from bench.common import Better, Figure, report
 from kcdsl.diagnostics import Refusal
 from kcdsl.release.register import Register
-from kcdsl.release.register.appending import begin, insert_event
+from kcdsl.release.register.chain import begin, insert_event
 from kcdsl.release.register.events import BEFORE_FIRST, Event
 from kcdsl.release.register.projections import apply
 from kcdsl.release.register.schema import (

@@ -33,7 +33,7 @@ from sqlalchemy import Connection, Table, insert, update
 
 from bench.common import Better, Figure, report
 from kcdsl.release.register import Certificate, Register, StatementKind
-from kcdsl.release.register.appending import head_in
+from kcdsl.release.register.chain import head_in
 from kcdsl.release.register.database import Location, RegisterDatabase
 from kcdsl.release.register.events import SCHEMA as EVENT_SCHEMA
 from kcdsl.release.register.events import EventKind, hash_of, parse_event

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """What the process status of a `kcdsl` command says."""
+    """Exit codes of `kcdsl` commands."""
 
     HELD = 0
     """Everything that was required holds (for tools: done, nothing found)."""

@@ -19,6 +19,7 @@ CATALOGUE: tuple[BackendSpec, ...] = (
         summary="relational intervals with structural caps, sound in floating point",
         rank=10,
         around_weights=True,
+        chains=True,
         domains=("interval", "affine", "planes", "splits"),
     ),
     BackendSpec(

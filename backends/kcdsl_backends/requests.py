@@ -240,7 +240,7 @@ def _rendered(
             return _tokens({"tokens": given}, None, None, refusal)
         raise refusal(
             "the row has `messages`, and no chat template of the checkpoint is run for it",
-            "`kcdsl evaluate` runs the template that stands beside a checkpoint with a tokenizer;"
+            "`kcdsl evaluate` runs the template of a checkpoint with a tokenizer;"
             " elsewhere give the row its `tokens`",
         )
     tokens = tuple(render({name: _with_floats(cell) for name, cell in row.items()}))

@@ -147,4 +147,4 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "reference/commands.md": commands,
     "reference/language.md": contract_keys,
 }
-"""What is added at the end of a page of the manual."""
+"""Text that is added at the end of a page of the manual."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NO_BACKEND, NO_DEVICE, WEIGHTS_REGION
@@ -20,10 +20,52 @@ from kcdsl.route.catalogue import BackendSpec, Fragment, catalogue
 
 if TYPE_CHECKING:
     from kcdsl.api.contract import PathLike
+    from kcdsl.api.results import Progress
+    from kcdsl.ir.terms import Program
+    from kcdsl.model.files import Artefacts
     from kcdsl.release.promotion import LookRules
     from kcdsl.route.catalogue import Execution
+    from kcdsl.route.goals import Goal
+    from kcdsl.verdict.outcome import GoalOutcome
 
 _DOCTOR = "`kcdsl doctor` says how to install what is missing"
+
+
+class FormalBackend(Protocol):
+    """A backend that decides goals about every input of a region."""
+
+    @property
+    def name(self) -> str:
+        """Return its name in the catalogue."""
+
+    def decide(
+        self,
+        program: Program,
+        base: Path,
+        goals: Sequence[Goal],
+        *,
+        device: str,
+        attacks: bool,
+        confirm: bool,
+        progress: Progress | None,
+        execution: Execution,
+        artefacts: Artefacts | None,
+        tell: Callable[[str], None] | None,
+    ) -> tuple[GoalOutcome, ...]:
+        """Return the outcomes of goals of the contract in the folder `base`, in their order.
+
+        With `BackendSpec.chains` it also takes `chain`: whether blocks are proved in stages.
+        """
+
+    def slice_sizes(
+        self,
+        program: Program,
+        base: Path,
+        slices: Collection[str],
+        *,
+        artefacts: Artefacts | None,
+    ) -> dict[str, int]:
+        """Return the number of rows of each of these slices, or a lower bound of it."""
 
 
 def _first(
@@ -107,7 +149,7 @@ def solver_backend(purpose: str) -> Any:
 
 def formal_backend(
     name: str | None, *, around_weights: bool = False, seconds: float = math.inf
-) -> Any:
+) -> FormalBackend:
     """Return the backend for drift goals: the named one, else the first of the catalogue.
 
     Refuse a backend without weight balls if `around_weights`. A backend of another distribution
@@ -148,12 +190,15 @@ def formal_backends() -> list[BackendSpec]:
     return [s for s in specs if Fragment.UNIVERSAL_DRIFT in s.fragments and not s.missing()]
 
 
-def loaded(spec: BackendSpec, seconds: float) -> Any:
+def loaded(spec: BackendSpec, seconds: float) -> FormalBackend:
     """Return a backend; one of another distribution has a time limit for all its answers."""
     from kcdsl.release.foreign import ForeignBackend
     from kcdsl.route.catalogue import is_foreign
 
-    return ForeignBackend(spec, seconds) if is_foreign(spec) else spec.load()
+    if is_foreign(spec):
+        return ForeignBackend(spec, seconds)
+    own: FormalBackend = spec.load()
+    return own
 
 
 # --- where work runs ------------------------------------------------------------------------------

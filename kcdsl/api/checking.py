@@ -270,8 +270,8 @@ def _in_register(
 
 @dataclass(frozen=True, slots=True)
 class RegisterAnswers:
-    """What a register says of a certificate: the step of a check, and the answers of the gate about
-    its triple, by slot."""
+    """Answers of a register about a certificate: the step of a check, and the gates of its triple,
+    by slot."""
 
     check: Check
     gates: tuple[Gate, ...]

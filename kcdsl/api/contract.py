@@ -87,7 +87,7 @@ _NEEDED = {
     "Sequence[PathLike]": f"{_PATH}, or several",
     "timedelta": "a datetime.timedelta, such as timedelta(days=90)",
 }
-"""What an option must be, by its annotation."""
+"""The values that an option takes, in words, by its annotation."""
 
 
 def refuse_values(settings: Any) -> None:

@@ -19,7 +19,6 @@ from kcdsl.api.contract import (
     results_folder,
 )
 from kcdsl.api.results import TableResult, discard_message, no_progress, offered
-from kcdsl.api.verification import recording
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
 from kcdsl.inequalities import round_up
@@ -157,7 +156,7 @@ def gathered(
             looks=settings.looks,
             bound_seconds=settings.bound_seconds,
             progress=progress,
-            **({} if files is None else recording(backend.prepare, program, files)),
+            artefacts=files,
         )
         return backend.gather(setting, progress)
 
@@ -190,7 +189,7 @@ def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:
                 looks=settings.looks,
                 bound_seconds=settings.bound_seconds,
                 progress=progress,
-                **recording(backend.prepare, program, files),
+                artefacts=files,
             )
             spread = backend.spread(
                 program,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import BACKENDS_DISAGREE, NO_BACKEND
@@ -16,15 +16,16 @@ from kcdsl.route.catalogue import BackendSpec, Fragment, is_foreign
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
 
 if TYPE_CHECKING:
+    from kcdsl.api.backends import FormalBackend
     from kcdsl.route.goals import Goal
     from kcdsl.verdict.outcome import GoalOutcome
 
 AUTO = "auto"
 """The name that selects all backends."""
 
-Load = Callable[[float | None], Any]
+Load = Callable[[float | None], "FormalBackend"]
 """Loads a backend with a time limit in seconds for all its answers, None for the default."""
-Ask = Callable[[Any, Sequence["Goal"], float | None], Sequence["GoalOutcome"]]
+Ask = Callable[["FormalBackend", Sequence["Goal"], float | None], Sequence["GoalOutcome"]]
 """Asks a backend about goals with a time limit in seconds, None for no limit."""
 
 

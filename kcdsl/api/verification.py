@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import (
+    FormalBackend,
     choose_device,
     execution_of,
     formal_backend,
@@ -44,7 +44,7 @@ from kcdsl.exits import Exit
 from kcdsl.ir.tables import expand_tables, gaps
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
-from kcdsl.release.artefacts import record_all, refuse_untrusted
+from kcdsl.release.artefacts import refuse_untrusted
 from kcdsl.release.issue import evidence_entries, issue
 from kcdsl.release.requirements import kernel_here
 from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
@@ -154,7 +154,7 @@ def verify(contract: Contract, settings: VerifySettings) -> Verification:
     named = None if together else settings.backend
     backend = formal_backend(named, around_weights=around, seconds=seconds)
     if settings.chain:
-        _refuse_unchained(backend)
+        _refuse_unchained(backend.name)
     if together and (settings.chain or settings.domains is not None):
         raise refuse(
             NO_BACKEND,
@@ -225,7 +225,7 @@ def _decide(
     program: Program,
     files: Artefacts,
     chosen: Sequence[Goal],
-    backend: Any,
+    backend: FormalBackend,
     device: str,
     execution: Execution,
 ) -> tuple[GoalOutcome, ...]:
@@ -244,9 +244,9 @@ def _decide(
             confirm=confirmed,
             progress=progress,
             execution=execution,
+            artefacts=files,
+            tell=lambda text: options.tell(f"note: {text}"),
             **({"chain": True} if options.chain else {}),
-            **_telling(backend.decide, options.tell),
-            **recording(backend.decide, program, files),
         )
     if not options.attack:
         note = "--attack off: no run was searched for, so nothing shows how near bounds are"
@@ -264,11 +264,13 @@ def _together(
 ) -> tuple[GoalOutcome, ...]:
     """Ask the installed backends in turn."""
 
-    def ask(backend: Any, goals: Sequence[Goal], seconds: float | None) -> tuple[GoalOutcome, ...]:
+    def ask(
+        backend: FormalBackend, goals: Sequence[Goal], seconds: float | None
+    ) -> tuple[GoalOutcome, ...]:
         limited = replace(execution, seconds=seconds)
         return _decide(options, program, files, goals, backend, device, limited)
 
-    def load(spec: BackendSpec, seconds: float | None) -> Any:
+    def load(spec: BackendSpec, seconds: float | None) -> FormalBackend:
         most = options.backend_seconds
         return loaded(spec, most if seconds is None else min(most, seconds))
 
@@ -318,22 +320,6 @@ def _write(
     write_together([*made, result(target.path, bundle)], replace=True)
 
 
-def recording(function: Any, program: Program, files: Artefacts) -> dict[str, Any]:
-    """Return the argument by which a function of a backend records its reads. For a backend
-    without it, record all files before it runs."""
-    if "artefacts" in signature(function).parameters:
-        return {"artefacts": files}
-    record_all(program, files)
-    return {}
-
-
-def _telling(function: Any, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return the argument by which a backend announces the cost of work, if it has one."""
-    if "tell" not in signature(function).parameters:
-        return {}
-    return {"tell": lambda text: tell(f"note: {text}")}
-
-
 # --- what is asked -------------------------------------------------------------------------------
 
 
@@ -349,12 +335,12 @@ def _refuse_inconsistent(contract: Contract, tell: Callable[[str], None]) -> Non
         raise Refusal(errors)
 
 
-def _refuse_unchained(backend: Any) -> None:
+def _refuse_unchained(name: str) -> None:
     """Refuse a backend without support for chains."""
-    if "chain" not in signature(backend.decide).parameters:
+    if not any(spec.chains for spec in formal_backends() if spec.name == name):
         raise refuse(
             NO_BACKEND,
-            f"backend {backend.name!r} does not prove blocks stage by stage",
+            f"backend {name!r} does not prove blocks stage by stage",
             help="leave out --chain, or name the backend `interval`",
         )
 
@@ -425,7 +411,7 @@ def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
 
 
 def _implied(
-    program: Program, files: Artefacts, outcomes: Sequence[GoalOutcome], backend: Any
+    program: Program, files: Artefacts, outcomes: Sequence[GoalOutcome], backend: FormalBackend
 ) -> tuple[Implied, ...]:
     """Return the empirical clauses, on slices with rows, that the proved drift bounds imply.
 
@@ -440,8 +426,7 @@ def _implied(
     written, missed = expand_tables(program), gaps(program)
     asked = replace(written, slices=(*written.slices, *(gap.slice for gap in missed)))
     names = {item.slice for item in found} | {gap.slice.name for gap in missed}
-    more = recording(backend.slice_sizes, program, files)
-    sizes = backend.slice_sizes(asked, files.base, names, **more)
+    sizes = backend.slice_sizes(asked, files.base, names, artefacts=files)
     spoiled = {name for gap in missed if sizes[gap.slice.name] > 0 for name in gap.spoils}
     return tuple(item for item in found if sizes[item.slice] > 0 and item.slice not in spoiled)
 

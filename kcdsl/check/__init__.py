@@ -1,7 +1,7 @@
 """The checker: from the text of a contract to a typed program.
 
 `compile` runs every pass, over the `sections` of a document and the `expressions` in them;
-`incremental` repeats them after an edit, `fixing` applies fixes, `suppressions` accepts findings.
+`incremental` repeats them after an edit, `fixes` applies fixes, `suppressions` accepts findings.
 
 The package is callable: `kcdsl.check(…)` verifies certificates (`kcdsl.api.checking`), whichever of
 function and package was imported first.

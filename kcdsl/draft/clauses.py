@@ -31,8 +31,9 @@ class DraftEvidence(StrEnum):
 class DraftClause:
     """One clause: `goal` compared with `limit` by `op`, and a sentence about it.
 
-    `slices` are further slices of the clause; the goal of a `quantified` one names its slice.
-    `note` is the origin of the limit; `timed`: it is about the speed of this machine.
+    `block` is that of a clause about all inputs of a region, whose goal names its slice; None for
+    other clauses, on `slices`. `note` is the origin of the limit; `timed`: it is about the speed of
+    this machine.
     """
 
     id: str
@@ -47,11 +48,7 @@ class DraftClause:
     evidence: str | None = None
     note: str = USUAL
     timed: bool = False
-
-    @property
-    def quantified(self) -> bool:
-        """Return whether the clause is about all inputs of a region."""
-        return self.goal.startswith("forall ")
+    block: str | None = None
 
     @property
     def require(self) -> str:
@@ -124,6 +121,7 @@ def _proved(blocks: Sequence[str], *, ball: bool) -> list[DraftClause]:
             "",
             f"Proved: no run of both kernels moves an output of {block} further, on short prompts.",
             evidence="proof",
+            block=block,
         )
         for block in blocks
     ]
@@ -138,6 +136,7 @@ def _proved(blocks: Sequence[str], *, ball: bool) -> list[DraftClause]:
                 "",
                 f"Proved: the same for every input of {first} within 0.0001 of those.",
                 evidence="proof",
+                block=first,
             )
         )
     return found

@@ -54,9 +54,9 @@ def measured_clauses(
     else:  # an ONNX file with quantisers cannot run in a wider format
         for row in report.clauses:
             rows.setdefault(row.clause, []).append(row)
-    bounds = _bounds(contract, [c.id for c in clauses if c.quantified], verifying)
+    bounds = _bounds(contract, [c.id for c in clauses if c.block is not None], verifying)
     return tuple(
-        _proved(clause, bounds) if clause.quantified else _noisy(clause, rows, wide)
+        _noisy(clause, rows, wide) if clause.block is None else _proved(clause, bounds)
         for clause in clauses
     )
 

@@ -132,7 +132,7 @@ def _of_graph(request: DraftRequest, path: Path, here: Path) -> DraftFiles:
         requests=rows.count,
     )  # fmt: skip
     if own_file is not None:
-        clauses = tuple(clause for clause in clauses if not clause.quantified)
+        clauses = tuple(clause for clause in clauses if clause.block is None)
     whose = "both kernels" if own_file is None else "the training kernel"
     about = (
         f"The graph is the program of {whose}, and its initializers are the weights"
@@ -211,7 +211,7 @@ def _of_model(
         requests=rows.count,
     )
     if own_file is not None:
-        clauses = tuple(clause for clause in clauses if not clause.quantified)
+        clauses = tuple(clause for clause in clauses if clause.block is None)
     draft = Draft(
         model.name,
         purpose,

@@ -139,7 +139,7 @@ _FOR = {
 
 
 def _slices(clause: DraftClause) -> Sequence[str]:
-    return ("short",) if clause.quantified else clause.slices
+    return clause.slices if clause.block is None else ("short",)
 
 
 def _kernel(kernel: DraftKernel | RecordedKernel, *, recomputed: bool) -> Iterator[str]:
@@ -165,8 +165,8 @@ def _clause(clause: DraftClause) -> Iterator[str]:
     yield from _comment(clause.why + (f" Limit: {clause.note}." if clause.note else ""))
     yield f"{clause.id}:"
     require = clause.require if clause.op else clause.goal
-    yield f"  require: {_scalar(require) if not clause.quantified else json.dumps(require)}"
-    if not clause.quantified:
+    yield f"  require: {_scalar(require) if clause.block is None else json.dumps(require)}"
+    if clause.block is None:
         yield f"  slices: [{', '.join(clause.slices)}]"
     if clause.evidence:
         yield f"  evidence: {clause.evidence}"

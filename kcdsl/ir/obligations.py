@@ -136,10 +136,15 @@ def obligations_of(clause: Clause, slice: str | None) -> tuple[Obligation, ...]:
     )
 
 
+def named_slices(clause: Clause) -> tuple[str, ...]:
+    """Return the slices that a clause or its quantifiers name, in the order of the contract."""
+    named = (*clause.slices, *(region.slice for region in regions_of(clause.require)))
+    return tuple(dict.fromkeys(named))
+
+
 def slices_of(clause: Clause) -> tuple[str | None, ...]:
     """Return the slices a clause is decided on; (None,) where it names none."""
-    named = (*clause.slices, *(region.slice for region in regions_of(clause.require)))
-    return tuple(dict.fromkeys(named)) or (None,)
+    return named_slices(clause) or (None,)
 
 
 def regions_of(formula: Formula) -> tuple[Region, ...]:

@@ -26,7 +26,7 @@ from kcdsl.diagnostics import Refusal, refuse
 from kcdsl.diagnostics.codes import NO_BACKEND
 from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.files import Artefacts
-from kcdsl.release.artefacts import data_digests
+from kcdsl.release.artefacts import data_digests, record_all
 from kcdsl.release.requirements import build_triple, kernel_here, slice_sources
 from kcdsl.release.results import proof_reference, proved_clauses
 from kcdsl.route.catalogue import BackendSpec, catalogue, is_foreign
@@ -65,12 +65,17 @@ class ForeignBackend:
         *,
         device: str = "cpu",
         progress: Any = None,
+        artefacts: Artefacts | None = None,
+        tell: Any = None,
         **wishes: Any,
     ) -> tuple[GoalOutcome, ...]:
         """Ask the backend about the goals; return the verified outcomes in their order.
 
+        `artefacts` records all files that the backend may read.
         Raises Refusal (KC402) for an exception, and for answers that do not match the goals.
         """
+        if artefacts is not None:
+            record_all(program, artefacts)
         question = {
             "target": self.spec.target,
             "program": program,
@@ -91,10 +96,17 @@ class ForeignBackend:
             raise self._unusable(error.detail or error.reason) from error
         return tuple(verified_outcome(program, base, outcome, device) for outcome in told)
 
-    def slice_sizes(self, program: Program, base: Path, slices: Collection[str]) -> dict[str, int]:
+    def slice_sizes(
+        self,
+        program: Program,
+        base: Path,
+        slices: Collection[str],
+        *,
+        artefacts: Artefacts | None = None,
+    ) -> dict[str, int]:
         """Return a lower bound of the number of rows of each slice, without the model's
         tokenizer."""
-        files = Artefacts.of(base)
+        files = artefacts or Artefacts.of(base)
         sources = slice_sources(program, files)
         found = dict.fromkeys(slices, 0)
         for name in found.keys() & sources.keys():

@@ -52,6 +52,8 @@ class BackendSpec:
     """The backend with the least rank is chosen among those that can decide a clause."""
     around_weights: bool = False
     """Whether it decides goals for a weight ball (`Goal.weights`); others never get such goals."""
+    chains: bool = False
+    """Whether it proves blocks stage by stage: `decide` takes `chain`."""
     real_arithmetic: bool = False
     """Whether its bounds ignore its own rounding errors: it decides only clauses that admit
     `evidence: proof-real`."""

@@ -148,8 +148,8 @@ _FORBIDDEN = re.compile(
     "\ufffe\uffff]"
 )
 _BREAKS = {"\r": "\\r", "\x85": "\\N", "\u2028": "\\L", "\u2029": "\\P"}
-"""What ends a line, even a comment, for some readers and editors and not for others, and how a text
-in quotation marks has it."""
+"""Characters that end a line, even a comment, for some readers and editors and not for others, and
+their escapes in quotation marks."""
 
 
 def parse_yaml(source: SourceFile, sink: Sink) -> Node | None:

@@ -152,6 +152,11 @@ class Report(DocumentRecord):
         return head | Record.to_json(self)
 
 
+def deferred_name(clause: str, slice: str | None) -> str:
+    """Return the key in `deferred` of a clause, or of one slice of it."""
+    return clause if slice is None else f"{clause} on {slice}"
+
+
 def not_decided(deferred: Mapping[str, str]) -> str:
     """Return a sentence about the deferred clauses; empty where there are none."""
     if not deferred:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kcdsl.check.compile import Analysis, analyse
-from kcdsl.check.fixing import edited, fix
+from kcdsl.check.fixes import edited, fix
 from kcdsl.check.incremental import Incremental
 from kcdsl.check.stored import load_bytes
 from kcdsl.diagnostics.model import Diagnostic, Refusal, Severity, Sink, Suppressed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lsprotocol import types as lsp
 
-from kcdsl.check import fixing
+from kcdsl.check import fixes
 from kcdsl.check.compile import analyse
 from kcdsl.check.incremental import Incremental
 from kcdsl.check.sections import clauses
@@ -254,9 +254,9 @@ def harm(monkeypatch: pytest.MonkeyPatch, harm: Callable[[str], str]) -> None:
 
     def after(state: Any, chosen: Any) -> Any:
         source = SourceFile(state.source.name, harm(state.source.text))
-        return fixing._State(source, state.folder, state.effort)
+        return fixes._State(source, state.folder, state.effort)
 
-    monkeypatch.setattr(fixing._State, "after", after)
+    monkeypatch.setattr(fixes._State, "after", after)
 
 
 def test_finds_an_incremental_check_that_misses_findings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kcdsl.check.fixing import edited
+from kcdsl.check.fixes import edited
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.features.actions import FIX_ALL, QUICK_FIX, Action, actions, formatting
 from kcdsl.lsp.features.navigation import definition, references

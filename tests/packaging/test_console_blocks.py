@@ -80,7 +80,7 @@ TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a command is shown and not run, and a test that the reason still applies."""
+    """The reason why a command is shown and not run, and a test that the reason still applies."""
 
     words: str
     holds: Callable[[str, Path], bool]

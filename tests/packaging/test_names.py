@@ -47,7 +47,8 @@ NO_MODULES = {
 OTHERS = {
     "CONTRIBUTING.md": {"kcdsl/diagnostics/pages/KCnnn.md"},
     "docs/explanation/comparison.md": {
-        "beta_crown.py", "bound_multi_gpu.py", "docs/why.md", "tests/test_parser_error.py"
+        "beta_crown.py", "bound_multi_gpu.py", "docs/comparison.md", "docs/glossary.md",
+        "docs/why.md", "tests/test_parser_error.py"
     },
     "docs/reference/lint.md": {"kcdsl/kcdsl.toml"},
     "docs/reference/numerics.md": {"quant_utils.py", "quant_primitives.py"},

@@ -34,13 +34,14 @@ TEXT = {
 
 
 QUESTIONS = {"What", "How", "Where", "Which", "Whether", "Why", "When", "Who"}
-"""Words that must not begin a module docstring, which names its subject."""
+"""Words that must not begin the docstring of a module or a class, which names its subject."""
 
 
-def opening(text: str) -> str | None:
-    """Return the first word of the docstring of a module; None where there is none."""
-    words = (ast.get_docstring(ast.parse(text)) or "").split()
-    return words[0].strip("`,:") if words else None
+def openings(text: str) -> set[str]:
+    """Return the first words of the docstrings of a module and its classes."""
+    documented = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Module | ast.ClassDef)]
+    words = [(ast.get_docstring(node) or "").split() for node in documented]
+    return {each[0].strip("`,:") for each in words if each}
 
 
 def findings(text: str) -> list[str]:
@@ -68,20 +69,20 @@ def test_project_files_match_no_forbidden_pattern(
     assert bad == {}
 
 
-def test_module_docstrings_do_not_begin_with_a_question(
+def test_docstrings_do_not_begin_with_a_question(
     repository: Path, project_files: tuple[Path, ...]
 ) -> None:
     modules = [path for path in project_files if path.suffix == ".py"]
     assert repository / "kcdsl" / "units.py" in modules
-    bad = [p for p in modules if opening(p.read_text(encoding="utf-8")) in QUESTIONS]
+    bad = [p for p in modules if openings(p.read_text(encoding="utf-8")) & QUESTIONS]
     assert [path.relative_to(repository).as_posix() for path in bad] == []
 
 
 def test_docstring_that_begins_with_a_question_is_found() -> None:
-    assert opening('"""What a thing is."""') in QUESTIONS
-    assert opening('"""Which: one."""') in QUESTIONS
-    assert opening('"""Things."""') not in QUESTIONS
-    assert opening("x = 1") is None
+    assert openings('"""What a thing is."""') <= QUESTIONS
+    assert openings('class A:\n    """Which: one."""') == {"Which"}
+    assert not openings('"""Things."""') & QUESTIONS
+    assert openings("x = 1") == set()
 
 
 @pytest.mark.parametrize(

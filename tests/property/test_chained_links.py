@@ -301,8 +301,8 @@ def without_drift(monkeypatch: pytest.MonkeyPatch) -> None:
         zero = torch.zeros_like(drift.lo)
         stored_before(run, node, centre, Box(zero, zero), handed)
 
-    drifting, stored_before = interval.drifting_input, affine._stored_before
-    monkeypatch.setattr(interval, "drifting_input", none)
+    drifting, stored_before = interval.stage_input, affine._stored_before
+    monkeypatch.setattr(interval, "stage_input", none)
     monkeypatch.setattr(affine, "_stored_before", stored)
 
 

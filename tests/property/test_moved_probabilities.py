@@ -13,7 +13,7 @@ import torch
 
 from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.ops.bilinear import TurnedHeads, bilinear_remainder, turned_heads
-from kcdsl_backends.drift.ops.softmax import _curved, _largest_change
+from kcdsl_backends.drift.ops.softmax import _exponential_remainder, _largest_change
 from kcdsl_certs.recheck.ops.attention.softmax import _largest_change as _largest_change_checked
 from kcdsl_certs.recheck.ops.attention.softmax import _remainder_bounds
 from tests.support import proofs
@@ -67,7 +67,7 @@ def test_probabilities_stay_within_the_bounds_of_both_programs() -> None:
                 apart = _largest_change_checked(p[None], c[None], np.full((1, columns), TRUST))
             row, reach = torch.from_numpy(p)[None], torch.from_numpy(c)[None]
             trust = torch.full((1, 1), TRUST, dtype=torch.float64)
-            low, high = _curved(row, reach, trust)
+            low, high = _exponential_remainder(row, reach, trust)
             far = _largest_change(row, reach, trust)
             for lower, upper, farthest in (
                 (-below, above, apart),

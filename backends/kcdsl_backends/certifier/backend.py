@@ -325,7 +325,7 @@ def _unserved(
     why = unproved(kernel.run)
     if why is not None:
         reason = f"{kernel.run}: {why}"
-        return (f"the {side} kernel is not held to the numerics that are proved about: {reason}",)
+        return (f"the {side} kernel may deviate from the numerics of the proof: {reason}",)
     adapter = find_adapter(kernel.run)
     try:
         if adapter.style == "fused" and caps_scores(model.module):

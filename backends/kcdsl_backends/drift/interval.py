@@ -131,10 +131,10 @@ def _input(
         raise NoBound(node.name, "states that drift have one length")
     train, infer = entering.readings
     apart = train if kernels.train.free else None, infer if kernels.infer.free else None
-    return drifting_input(node, centre, radius, entering.drift, apart)
+    return stage_input(node, centre, radius, entering.drift, apart)
 
 
-def drifting_input(
+def stage_input(
     node: Node,
     centre: Tensor | None,
     radius: Tensor,

@@ -198,7 +198,7 @@ def _compared(formula: object) -> Compare | None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether claims follow: True, False (with the refuted question), or None if undecided."""
+    """An answer: claims follow, do not (with the refuted question), or None if undecided."""
 
     follows: bool | None
     premises: tuple[Claim, ...] = ()

@@ -148,7 +148,7 @@ def check_regions(program: Program, findings: Findings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Whether two slices share requests, and a shared request if one is known."""
+    """An answer whether two slices share requests, and a shared request if one is known."""
 
     overlaps: bool
     request: Mapping[str, Value] | None = None

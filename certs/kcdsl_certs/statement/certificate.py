@@ -37,8 +37,8 @@ SUBJECT_NAME = "kcdsl-triple"
 STAGES = ("offline-ci", "shadow", "canary", "full")
 LARGEST_PAYLOAD = 6 * 1024 * 1024
 NEEDED = ("trace", "records", "report", "kernels")
-"""What every measured result rests on: what the kernels gave, the record of each request, what was
-concluded, and the fingerprints of the kernels that ran."""
+"""The evidence of every measured result: the values of the kernels, the record of each request, the
+report, and the fingerprints of the kernels that ran."""
 ROLES = (*NEEDED, "journal", "counterexample")
 
 

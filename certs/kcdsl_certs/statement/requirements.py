@@ -188,7 +188,7 @@ _EXPECTATION = Record(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why a required clause is not covered."""
+    """The reason why a required clause is not covered."""
 
     reason: str
     detail: str

@@ -12,7 +12,8 @@ from kcdsl.diagnostics.model import Edit, Fix, Label
 from kcdsl.diagnostics.report import Reporter, did_you_mean, nearest
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir
-from kcdsl.ir.formulas import MIRRORED, terms_of, walk
+from kcdsl.ir.formulas import MIRRORED, terms_of
+from kcdsl.ir.obligations import named_slices
 from kcdsl.ir.predicates import tests_of
 from kcdsl.ir.terms import (
     AllOf,
@@ -23,7 +24,6 @@ from kcdsl.ir.terms import (
     HasFields,
     Metric,
     Norm,
-    Quantified,
     Slice,
 )
 from kcdsl.metrics import Registry
@@ -322,7 +322,7 @@ def check_traces(
     lacking: dict[str, list[Clause]] = {}
     for clause in known:
         for name in needed_fields(clause, metrics):
-            places = _slices_of(clause) or tuple(whole)
+            places = named_slices(clause) or tuple(whole)
             if not all(_covered(name, place, observing, whole) for place in places):
                 lacking.setdefault(name, []).append(clause)
     if lacking:
@@ -348,11 +348,6 @@ def fields_of(formula: Formula) -> frozenset[str]:
             return frozenset[str]().union(*map(fields_of, parts))
         case _:
             return frozenset()
-
-
-def _slices_of(clause: Clause) -> tuple[str, ...]:
-    named = [p.region.slice for p in walk(clause.require) if isinstance(p, Quantified)]
-    return tuple(dict.fromkeys((*clause.slices, *named)))
 
 
 def _covered(field: str, place: str, observing: Sequence[Clause], slices: dict[str, Slice]) -> bool:

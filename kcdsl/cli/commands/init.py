@@ -162,7 +162,7 @@ def _print(found: DraftFiles, paths: Sequence[Path]) -> None:
     if found.allow:
         folders = shlex.quote(",".join(str(folder) for folder in found.allow))
         print(one_line(f"first: export KCDSL_ALLOW_FOLDERS={folders}"))
-    proved = [c.goal.split("drift(")[1].split(",")[0] for c in found.draft.clauses if c.quantified]
+    proved = [c.block for c in found.draft.clauses if c.block is not None]
     print("next:")
     if len(proved) < len(found.draft.clauses):
         print(f"  kcdsl evaluate{named}")

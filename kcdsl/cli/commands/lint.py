@@ -199,7 +199,7 @@ class _Session:
             sink = Sink()
             self._keep(analyse(source, sink, folder), sink)
             return
-        from kcdsl.check.fixing import fix
+        from kcdsl.check.fixes import fix
 
         mended = fix(source, folder, unsafe=self.command.unsafe_fixes, wanted=self.settings.shows)
         self.fixed += mended.applied
@@ -278,7 +278,7 @@ class _Session:
             text += f"; {self.fixed} fixed"
         if not any(d.fix for d in shown):
             return text
-        from kcdsl.check.fixing import is_applied
+        from kcdsl.check.fixes import is_applied
 
         safe = sum(is_applied(d.fix, unsafe=False) for d in shown)
         every = sum(is_applied(d.fix, unsafe=True) for d in shown)

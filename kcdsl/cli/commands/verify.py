@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class StepMode(StrEnum):
-    """Whether a step is done."""
+    """The choice whether a step is done."""
 
     ON = "on"
     OFF = "off"

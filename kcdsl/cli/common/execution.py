@@ -16,7 +16,7 @@ LONGEST_DAYS = 3660
 
 
 class Device(StrEnum):
-    """Where kernels run."""
+    """Devices that kernels run on."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -24,7 +24,7 @@ class Device(StrEnum):
 
 
 class Engine(StrEnum):
-    """Where workers run."""
+    """Places where workers run."""
 
     PROCESSES = ENGINES[0]
     RAY = ENGINES[1]
@@ -83,7 +83,7 @@ class Looks(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class SigningOptions(Command):
-    """Who signs what the command writes."""
+    """Options of commands that sign what they write."""
 
     sign: tuple[str, ...] = values(
         "KEY",
@@ -94,7 +94,7 @@ class SigningOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateOptions(SigningOptions):
-    """What a certificate says beside its results."""
+    """Options of commands that write certificates."""
 
     stage: Stage = choice(Stage, "stage of use of the certificate", Stage.OFFLINE_CI)
     valid_for: int = value(

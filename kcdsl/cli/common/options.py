@@ -212,7 +212,7 @@ def fingerprints_in(kernels: str | None) -> Fingerprints | None:
 
 
 class Stage(StrEnum):
-    """What a certificate is for."""
+    """The stage of a promotion that a certificate is for."""
 
     OFFLINE_CI = "offline-ci"
     SHADOW = "shadow"

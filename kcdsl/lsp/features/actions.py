@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kcdsl.check.fixing import fix
+from kcdsl.check.fixes import fix
 from kcdsl.diagnostics.model import Diagnostic, Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.format import edits, format_text

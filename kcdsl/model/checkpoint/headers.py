@@ -64,7 +64,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in a file: its type, its shape and its bytes."""
+    """A tensor in a file: its type, its shape and its bytes."""
 
     kind: str
     shape: tuple[int, ...]

@@ -182,7 +182,7 @@ def compressed_tensors_scheme(config: Mapping[str, Any]) -> Scheme:
 
 @dataclass(frozen=True, slots=True)
 class _Stated:
-    """What a configuration states of the scales of its matrices.
+    """The scales of matrices as a configuration states them.
 
     `grids` are the places of scales: "tensor", "channel", "group" with its width (0: any), or
     "block". `symmetric`: no matrix has zero points, or (False) each has. `by_index`: each matrix

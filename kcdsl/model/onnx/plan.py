@@ -47,7 +47,7 @@ _HIDDEN = -1e30
 
 
 class OnnxPlan:
-    """Which nodes of a file run, which are folded, and which tensors are parameters."""
+    """The nodes of a file that run, those that are folded, and the tensors that are parameters."""
 
     __slots__ = (
         "_fixed",

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, insert, select
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_RECORDED, PROMOTION_EVIDENCE
 from kcdsl.release.register import queries
-from kcdsl.release.register.appending import Chain
+from kcdsl.release.register.chain import Chain
 from kcdsl.release.register.events import EventKind
 from kcdsl.release.register.records import (
     NEEDS_CERTIFICATE,

@@ -19,7 +19,8 @@ from kcdsl.ir.obligations import HOLDS, obligations_of, slices_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.records import DocumentRecord, Record
-from kcdsl.verdict.studies.pairing import PairedRow, worse_text
+from kcdsl.verdict.report import deferred_name
+from kcdsl.verdict.studies.pairing import PairedRow, regression_text
 from kcdsl_certs.statement import CertifiedClause, Verdict
 
 Factor = Literal["kernels", "checkpoint"]
@@ -199,12 +200,16 @@ def agreed_rows(
         yield _agreed(known, _STATES.get(verdict, "open"), signed, shown, row["reason"] or "")
     clauses = () if program is None else expand_tables(program).clauses
     for name, why in report["deferred"].items():
-        id, _, slice = name.partition(" on ")
-        stated = [clause for clause in clauses if clause.id == id]
-        for clause in stated:
+        stated = [
+            (clause, slice)
+            for clause in clauses
+            for slice in dict.fromkeys((None, *slices_of(clause)))
+            if deferred_name(clause.id, slice) == name
+        ]
+        for clause, slice in stated:
             yield from _deferred(clause, slice, why, certified)
         if not stated:
-            unknown = (name, id, slice, *[""] * 4, None, None, "not_decided")
+            unknown = (name, name, "", *[""] * 4, None, None, "not_decided")
             yield _agreed(unknown, "open", None, False, why)
 
 
@@ -215,9 +220,11 @@ _FIELDS = (
 _STATES: Mapping[str, Any] = {"held": "inside", "violated": "outside"}
 
 
-def _deferred(clause: Clause, slice: str, why: str, certified: Certified) -> Iterator[AgreedRow]:
+def _deferred(
+    clause: Clause, slice: str | None, why: str, certified: Certified
+) -> Iterator[AgreedRow]:
     """Yield obligations that measurement does not decide but a certificate may show."""
-    for part in (slice,) if slice else slices_of(clause):
+    for part in slices_of(clause) if slice is None else (slice,):
         for obligation in obligations_of(clause, part):
             signed = certified.get(obligation.id)
             shown = signed is not None and signed[0].verdict is Verdict.PASSED
@@ -366,7 +373,7 @@ def _broke(told: Explanation, factor: Factor, at: str, asked: AgreedRow) -> _Fin
         return None, f"{title}: {before} before, {after} after"
     if row.change != "regressed":
         return None, f"{title}: the difference is not shown"
-    return True, f"{title}: held before, violated after; {worse_text(row).partition(': ')[2]}"
+    return True, f"{title}: held before, violated after; {regression_text(row)}"
 
 
 # --- for people -----------------------------------------------------------------------------------

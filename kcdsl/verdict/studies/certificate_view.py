@@ -6,6 +6,7 @@ certificate is untrusted: nothing in it is run, and no name in it is trusted.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -470,7 +471,7 @@ def _comparison(clause: CertifiedClause) -> str:
     if quantity.kind == "margin" and clause.op == ">" and clause.tau == 0:
         return f"no_flip({quantity.block}, x{'' if quantity.k == 1 else f', {quantity.k}'})"
     if quantity.kind == "share" and clause.op == ">=" and clause.tau == 1:
-        return str(quantity).removeprefix("share(").removesuffix(")")
+        return f"has(trace, [{', '.join(map(json.dumps, quantity.fields))}])"
     return f"{quantity} {clause.op} {_in_unit(clause.tau, clause.unit)}"
 
 

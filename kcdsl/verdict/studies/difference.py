@@ -63,7 +63,7 @@ def from_implications(new_implies_old: bool | None, old_implies_new: bool | None
 
 
 class ClauseStatus(StrEnum):
-    """Whether a clause is in both contracts."""
+    """The contracts that a clause is in."""
 
     BOTH = "both"
     ADDED = "added"

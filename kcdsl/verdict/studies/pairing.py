@@ -184,15 +184,19 @@ def number_text(value: float | None) -> str:
 
 
 def worse_text(row: PairedRow) -> str:
+    """Return the row and its regression in words."""
+    return f"{row.clause} {row.slice} ({row.level}): {regression_text(row)}"
+
+
+def regression_text(row: PairedRow) -> str:
     """Return the regression of a row in words."""
-    found = f"{row.clause} {row.slice} ({row.level}): "
     if row.worse is None:
-        return f"{found}mean {number_text(row.incumbent)} → {number_text(row.candidate)}"
+        return f"mean {number_text(row.incumbent)} → {number_text(row.candidate)}"
     if row.counted == OF_TIMED_RUNS:
         how = "keep the threshold in fewer timed runs than before"
-        return f"{found}{row.worse} of {row.n} requests {how}, {row.better} in more"
+        return f"{row.worse} of {row.n} requests {how}, {row.better} in more"
     return (
-        f"{found}{row.worse} of {row.n} {row.counted} kept the threshold before and do not now, "
+        f"{row.worse} of {row.n} {row.counted} kept the threshold before and do not now, "
         f"{row.better} the other way"
     )
 

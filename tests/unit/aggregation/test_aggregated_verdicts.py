@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
-from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.obligations import named_slices, obligations_of
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl.verdict.result import ClauseResult
@@ -24,7 +24,6 @@ from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
 from kcdsl_backends.empirical.sources.tokens.database import opened
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables
-from kcdsl_backends.empirical.table.requirements import slices_of
 from tests.unit.aggregation.conftest import Rows
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def from_memory(program: Program, rows: Rows, seed: int = 0) -> tuple[ClauseResu
     cases = [
         DecisionCase(obligation, data[name])
         for clause in program.clauses
-        for name in slices_of(clause) or tuple(data)
+        for name in named_slices(clause) or tuple(data)
         for obligation in obligations_of(clause, name)
     ]
     return decide_all(cases, program, seed)[0]

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kcdsl.diagnostics import Refusal
+from kcdsl.inequalities import round_down, round_up
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, Metric, NoneOf, Predicate
 from kcdsl_backends.empirical.questions.aggregate import AggregateOptions, aggregate, aggregate_of
 from kcdsl_backends.empirical.sources.tokens.database import (
@@ -29,7 +30,7 @@ from kcdsl_backends.empirical.sources.tokens.database import (
 )
 from kcdsl_backends.empirical.sources.tokens.requests import exact_sums, reduce_requests, steps_for
 from kcdsl_backends.empirical.sources.tokens.slices import SliceMember, membership
-from kcdsl_backends.empirical.sources.tokens.tables import above, below, open_tables
+from kcdsl_backends.empirical.sources.tokens.tables import open_tables
 from tests.unit.aggregation.conftest import Rows
 
 QUANTILES = (Fraction(1, 2), Fraction(19, 20), Fraction(99, 100))
@@ -174,7 +175,7 @@ def test_sums_of_any_doubles_are_exact(values: list[float]) -> None:
 
 @given(st.fractions())
 def test_rational_limit_equals_its_double_limit_for_doubles(tau: Fraction) -> None:
-    low, high = below(tau), above(tau)
+    low, high = round_down(tau), round_up(tau)
     assert Fraction(low) <= tau <= Fraction(high)
     assert Fraction(math.nextafter(low, math.inf)) > tau
     assert Fraction(math.nextafter(high, -math.inf)) < tau

@@ -315,9 +315,9 @@ def test_constant_zero_value_keeps_its_cases() -> None:
     """Without any case the constraint would be a contradiction."""
     system, zero = System(), torch.zeros(1, dtype=torch.float64)
     point, wide = Box.point(zero), Box.around(zero + 1)
-    x, still = system.fresh("x", wide), SymbolForm.constant(zero)
+    x, still = system.fresh(wide), SymbolForm.constant(zero)
     for one, change, boxes in ((still, x, (point, wide)), (x, -x, (wide, point))):
-        made = system.relu("r", one, change, boxes, wide)
+        made = system.relu(one, change, boxes, wide)
         assert len(system.facts[-2].cases) == 2
         found = Search(targets(system, made.change, wide), 10.0)
         assert found.settle(0.5) is Outcome.SAT

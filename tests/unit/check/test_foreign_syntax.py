@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kcdsl.check.compile import analyse
-from kcdsl.check.fixing import edited
+from kcdsl.check.fixes import edited
 from kcdsl.diagnostics import Diagnostic, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.check.compile import Analysis, analyse, load_contract
-from kcdsl.check.fixing import fix
+from kcdsl.check.fixes import fix
 from kcdsl.check.suppressions import accept
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity
 from kcdsl.diagnostics.codes import CONTRADICTION, DATA_ABSENT, REDUNDANT_CLAUSE

@@ -159,7 +159,7 @@ def _of_checker(folder: Path, role: str, seed: int) -> Met:
     assert gather is not None
     found = gather(start, 0)
     assert found is not None
-    places = [place for place, _ in found.pulled]
+    places = [place for place, _ in found.passed]
 
     def pull(place: int, part: Adjoint) -> Iterator[tuple[int, Adjoint]]:
         for operand, back in entries[place].operands:
@@ -189,7 +189,7 @@ def _of_checker(folder: Path, role: str, seed: int) -> Met:
         passed.append(Entry(_sum(dense(place, part) for part in parts), added))
     ends = [
         (dense(place, adjoint), _sum(dense(place, part) for part in met[place]))
-        for place, adjoint in found.pulled
+        for place, adjoint in found.passed
     ]
     stopped = gather(start, max(met.keys() - {top}) - 1) is None
     return Met(checker.around_sum(found.parts), found.each, passed, ends, stopped)

@@ -193,7 +193,8 @@ def test_backend_without_declared_support_is_not_run(
 
     silent = BackendSpec("silent", "json:loads", frozenset({Fragment.UNIVERSAL_DRIFT}))
     monkeypatch.setattr("kcdsl.api.backends.catalogue", lambda: (silent,))
-    assert formal_backend(None).spec is silent
+    backend: Any = formal_backend(None)
+    assert backend.spec is silent
     with pytest.raises(Refusal) as refused:
         formal_backend(None, around_weights=True)
     assert refused.value.diagnostics[0].code.id == "KC475"

@@ -21,7 +21,7 @@ from kcdsl_backends.drift.boxes import Box
 from kcdsl_backends.drift.boxes.state import StoredParameters
 from kcdsl_backends.drift.linear.tape import Functional
 from kcdsl_backends.drift.linear_bounds import linear_walk
-from kcdsl_backends.drift.ops.activations import GELU, GELU_TANH, SILU, TANH, Smooth, _curved
+from kcdsl_backends.drift.ops.activations import GELU, GELU_TANH, SILU, TANH, Smooth, _curvature
 from kcdsl_backends.drift.ops.norms import _at, _away
 from kcdsl_backends.drift.ops.softmax import _from_box, _from_point
 
@@ -63,7 +63,7 @@ def test_softmax_remainder_at_a_point(n: int, size: float) -> None:
 @pytest.mark.parametrize("function", [GELU, GELU_TANH, SILU, TANH])
 def test_second_derivatives_are_within_their_bounds(function: Smooth, radius: float) -> None:
     middle = torch.linspace(-6, 6, 2001, dtype=torch.float64)
-    most, wide = _curved(function, middle, torch.full_like(middle, radius))
+    most, wide = _curvature(function, middle, torch.full_like(middle, radius))
     steps = torch.linspace(-radius, radius, 41, dtype=torch.float64)
     values = function.second(middle[:, None] + steps)
     assert bool((values.abs().amax(-1) <= most).all())

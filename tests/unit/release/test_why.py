@@ -20,7 +20,7 @@ from kcdsl.release.register import PromotionReason, Register
 from kcdsl.verdict.studies.causes import EFFECTS, Explanation, agreed_rows
 from kcdsl_backends.empirical.decide.report import conclude
 from kcdsl_certs.statement import Verdict
-from tests.support.evidence import clause
+from tests.support.evidence import clause, program
 from tests.support.registers import clock
 from tests.support.small_models import DECODER, write_model
 from tests.support.why_scenes import CLAUSES, Scene, both, certified
@@ -437,6 +437,23 @@ def test_exceeded_bound_certifies_nothing() -> None:
         known = {"N-KL/all/0": (result, "1" * 64)}
         (found,) = agreed_rows({"clauses": [row], "deferred": {}}, None, known)
         assert (found.state, found.certified) == ("open", result.bound)
+
+
+def test_slice_that_was_left_out_is_open_on_its_own() -> None:
+    """A clause of the same name on other slices, as of another bucket, has no part in it."""
+    two = program(
+        (
+            clause("N-KL", "mean", "kl", "0.01", slices=("all", "short")),
+            clause("N-KL", "mean", "kl", "0.02", slices=("long",)),
+        )
+    )
+    for deferred, obligations in (
+        ({"N-KL on short": "why"}, ["N-KL/short/0"]),
+        ({"N-KL": "why"}, ["N-KL/all/0", "N-KL/short/0", "N-KL/long/0"]),
+        ({"N-TV on all": "why"}, ["N-TV on all"]),
+    ):
+        found = agreed_rows({"clauses": [], "deferred": deferred}, two, {})
+        assert [row.obligation for row in found] == obligations
 
 
 # --- shown ----------------------------------------------------------------------------------------

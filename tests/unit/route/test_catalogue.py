@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kcdsl.api.backends import formal_backend, look_rules
+from kcdsl.api.backends import FormalBackend, formal_backend, formal_backends, look_rules
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.route.catalogue import catalogue
+from kcdsl_backends.certifier.backend import BACKEND as INTERVAL
+from kcdsl_backends.lirpa.backend import BACKEND as LIRPA
+from kcdsl_backends.smt.drift.backend import BACKEND as Z3
+from kcdsl_backends.smt.drift.marabou import BACKEND as MARABOU
 
 if TYPE_CHECKING:
     from tests.conftest import Cli
@@ -50,6 +54,13 @@ def broken(
 
     monkeypatch.setattr("importlib.metadata.entry_points", installed)
     return module, why
+
+
+def test_formal_backends_have_one_interface() -> None:
+    """mypy compares these with `FormalBackend`, since a catalogue loads backends untyped."""
+    own: tuple[FormalBackend, ...] = (INTERVAL, LIRPA, Z3, MARABOU)
+    names = [backend.name for backend in own]
+    assert set(names) >= {spec.name for spec in formal_backends()}
 
 
 def test_unusable_distribution_is_skipped_with_the_reason(

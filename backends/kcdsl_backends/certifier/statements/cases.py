@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import at
+from kcdsl.inequalities import round_up
 from kcdsl.ir.terms import ModelRef, Program, RegionKind
 from kcdsl.model.architecture import Model
 from kcdsl.model.files import Artefacts
@@ -109,7 +108,7 @@ def widened(goal: Goal, case: Case) -> Case:
     attack uses only the clause's region."""
     if not goal.states or case.centre is None:
         return case
-    return replace(case, radius=up(case.radius + _at_least(goal.states)))
+    return replace(case, radius=up(case.radius + round_up(goal.states)))
 
 
 def _of_inputs(factory: ProblemFactory, goal: Goal, case: Case) -> dict[str, Any]:
@@ -184,7 +183,7 @@ def cases_of(factory: ProblemFactory, goal: Goal, rows: Sequence[Request]) -> li
             )
         return [Case(row.id, row.tokens, None, zero) for row in rows]
     centres = [(row, factory.centre(goal.block, row.tokens)) for row in rows]
-    kind, radius = goal.region.kind, _at_least(goal.region.radius)
+    kind, radius = goal.region.kind, round_up(goal.region.radius)
     if kind is RegionKind.HULL:
         return _hulls(centres, radius)
     if kind is RegionKind.ROWS and goal.region.longest is not None:
@@ -194,12 +193,6 @@ def cases_of(factory: ProblemFactory, goal: Goal, rows: Sequence[Request]) -> li
         return [Case(f"rows-{longest}", tokens, middle[None], wide[None], longest=longest)]
     spread = torch.full_like(zero, radius if kind is RegionKind.BALL else 0.0)
     return [Case(row.id, row.tokens, centre, spread) for row, centre in centres]
-
-
-def _at_least(value: Fraction) -> float:
-    """Round an exact number up to float64."""
-    nearest = float(value)
-    return nearest if Fraction(nearest) >= value else math.nextafter(nearest, math.inf)
 
 
 def _hulls(centres: Sequence[tuple[Request, Tensor | None]], margin: float) -> list[Case]:

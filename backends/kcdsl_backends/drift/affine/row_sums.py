@@ -362,7 +362,7 @@ class KeyRows:
         weights, inner = self.part(rows)
         return torch.einsum("bhj,khj->bkj", weights, self.vectors.lines[:, self.heads, inner])
 
-    def reach(self, rows: slice) -> Tensor:
+    def of_radius(self, rows: slice) -> Tensor:
         """Bound Σ_j |α_j|·radius_j by Cauchy and Schwarz row by row, [B]."""
         weights, inner = self.part(rows)
         by, gram = power(weights), self.vectors.gram[inner, self.heads, self.heads]
@@ -526,7 +526,7 @@ class RowSums:
         total: Tensor = values.norms(rows) @ self.bound.lengths[rows]
         faint = (rows.stop - rows.start) * values.vectors.columns * _FAINT
         total = (total + faint) * unit
-        return total if keys is None else total + keys.reach(rows)
+        return total if keys is None else total + keys.of_radius(rows)
 
     def _each(self, rows: slice, values: ValueRows | None, keys: KeyRows | None) -> Tensor:
         """Bound Σ_j |α_j|·radius_j [B] of α_j as float32 forms it."""

@@ -378,7 +378,7 @@ class StoredParameters:
             return StoredParameters(
                 served, self.constants, numerics, self.device, served=True, _beside=self
             )
-        alike = _storing(numerics) == _storing(self.numerics)
+        alike = _storage_numerics(numerics) == _storage_numerics(self.numerics)
         cache = self._cache if alike else {}
         return replace(self, numerics=numerics, _cache=cache, _beside=self, _shared={})
 
@@ -458,7 +458,7 @@ class StoredParameters:
         return node.op, str(node.attrs["key"]), node.format or use
 
 
-def _storing(numerics: Numerics) -> tuple[object, ...]:
+def _storage_numerics(numerics: Numerics) -> tuple[object, ...]:
     """Return the part of a kernel's numerics on which its stored values depend."""
     overrides = tuple(
         (each.pattern, each.weights, each.activations.quantised) for each in numerics.overrides

@@ -7,7 +7,6 @@ For every element the stored number and its difference from θ' are enclosed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -15,6 +14,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from kcdsl.inequalities import round_up
 from kcdsl.model.graph import Node
 from kcdsl.model.numerics import Numerics, Weights
 from kcdsl.model.numerics.formats import (
@@ -99,10 +99,7 @@ def near(w: Tensor, rho: Fraction) -> Box:
 
     `w` holds float32 numbers (float64). The ends exceed ρ|w| by less than one float32 step.
     """
-    factor = float(rho)
-    if Fraction(factor) < rho:
-        factor = math.nextafter(factor, math.inf)
-    spread = up(factor * w.abs())
+    spread = up(round_up(rho) * w.abs())
     low, high = down(w - spread), up(w + spread)
     zero = w == 0
     return Box(torch.where(zero, w, -_below(-low)), torch.where(zero, w, _below(high)))

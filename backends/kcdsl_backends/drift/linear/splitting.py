@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kcdsl.inequalities import round_down, round_up
 from kcdsl_backends.drift.linear.constraints import Layers, LinearConstraint, holds_at, run
 from kcdsl_backends.drift.linear.paired import Hidden, OutputRows, PairedLayer, PairedNetwork
 from kcdsl_backends.process import refuse_late
@@ -293,15 +294,13 @@ class _Query:
         first = tensor([one.first for one in flat])
         second = tensor([one.second for one in flat]) if len(held) == 2 else 0 * first
         rows = OutputRows(-tensor([one.inputs for one in flat]), -(first + second), -second)
-        limits = [_rounded(-one.limit, -math.inf) for one in flat]
+        limits = [round_down(-one.limit) for one in flat]
         limits = [limit - SPARE * (1 + abs(limit)) for limit in limits]
         places, groups = 0, []
         for group in unsafe:
             groups.append(tuple(range(places, places + len(group))))
             places += len(group)
-        corners = tensor(
-            [[_rounded(v, -math.inf) for v in low], [_rounded(v, math.inf) for v in high]]
-        )
+        corners = tensor([[round_down(v) for v in low], [round_up(v) for v in high]])
         exact = tuple(low), tuple(high)
         return _Query(
             held,
@@ -377,11 +376,3 @@ class _Query:
             for value, least, most in zip(x[best].tolist(), *self.exact_box, strict=True)
         )
         return point if holds_at(self.networks, point, self.unsafe) else None
-
-
-def _rounded(value: Fraction, towards: float) -> float:
-    """Return the nearest float64 on one side of a number."""
-    near = float(value)
-    exact = Fraction(near)
-    wrong = exact > value if towards < 0 else exact < value
-    return math.nextafter(near, towards) if wrong else near

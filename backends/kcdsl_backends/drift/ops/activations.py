@@ -418,11 +418,11 @@ def linear_activation(choice: Choice, run: LinearRun, node: Node) -> None:
         torch.maximum(h.abs(), middle.abs()) + dc.abs(), torch.ones_like(h)
     )
     # deviation: |φ(m + ê) - φ(m) - φ'(m) ê| <= K ê²/2
-    k_e, _ = _curved(function, middle, er)
+    k_e, _ = _curvature(function, middle, er)
     e_centre = at_middle - reference - slope * ec
     e_radius = k_e * er * er / 2 + trust * (1 + er)
     # drift: K (|ê||d̂| + d̂²/2) + |Δ_c| ω |ê|, ω the range of φ'' where m + ê + [0, Δ] lies
-    k_d, wide = _curved(function, middle + dc / 2, er + dr + dc.abs() / 2)
+    k_d, wide = _curvature(function, middle + dc / 2, er + dr + dc.abs() / 2)
     change = _difference(function, middle, dc, at_moved - at_middle, trust)
     turn = _slope_difference(function, middle, dc, steep - slope, trust)
     d_centre = change.centre - turn.centre * ec - steep * dc
@@ -464,7 +464,7 @@ def _along(index: int, slope: Tensor, turn: Tensor, steep: Tensor) -> Callable[.
     return vjp
 
 
-def _curved(function: Smooth, middle: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+def _curvature(function: Smooth, middle: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest |φ''| on middle ± radius, and the length of its range."""
     value = function.second(middle)
     spread, most = function.third * radius + 2.0**-40, torch.full_like(value, function.steepest)

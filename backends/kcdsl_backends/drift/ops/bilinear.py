@@ -105,7 +105,7 @@ def heads(run: KernelRun, node: Node, position: int, *, transposed: bool = False
         transposed: the operand is [heads, d, T].
     """
     moves, source = views_behind(run, run.source(node, position))
-    return straight_heads(run, moves, source, transposed=transposed)
+    return heads_of_linear(run, moves, source, transposed=transposed)
 
 
 def views_behind(run: KernelRun | LinearRun, source: Node) -> tuple[list[Node], Node]:
@@ -118,7 +118,7 @@ def views_behind(run: KernelRun | LinearRun, source: Node) -> tuple[list[Node], 
     return moves, source
 
 
-def straight_heads(
+def heads_of_linear(
     run: KernelRun, moves: Sequence[Node], source: Node, *, transposed: bool = False
 ) -> Heads | None:
     """Return the heads that `moves` make of a linear; None of other nodes, or if rows are mixed."""
@@ -334,7 +334,7 @@ def turned_heads(
     if source.op != "rope":
         return None
     entry = run.tape.entries[run.computed[source.name]]
-    below = straight_heads(run, *views_behind(run, run.source(source, 0)))
+    below = heads_of_linear(run, *views_behind(run, run.source(source, 0)))
     simple = entry.kept and entry.centre is None and entry.apart is None
     if below is None or not simple or entry.radius is None:
         return None

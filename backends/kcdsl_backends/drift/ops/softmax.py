@@ -280,7 +280,7 @@ def affine_softmax(run: KernelRun, node: Node) -> None:
     c = torch.where(several, c + 4 * trust * (scores.error_bound + usual), 0.0)
     if not bool((c < FARTHEST).all()):
         raise NoBound(node.name, f"a score may drift by more than {FARTHEST:g}")
-    low, high = _curved(p, c, trust)
+    low, high = _exponential_remainder(p, c, trust)
     numerator, admitted = p * (c + _rise(c)), _Admitted.by(mask)
     radius = p * (high - low) / 2 + 4 * trust * numerator + gamma(PASS) * p * scores.error_bound
     first = run.tape.add(
@@ -340,7 +340,7 @@ def _excess(p: Tensor, c: Tensor, trust: Tensor) -> Tensor:
     return least.clamp_min(0) * (1 + 4 * trust) * SAFE + 2.0**-50 * (p * c).sum(-1, keepdim=True)
 
 
-def _curved(p: Tensor, c: Tensor, trust: Tensor) -> tuple[Tensor, Tensor]:
+def _exponential_remainder(p: Tensor, c: Tensor, trust: Tensor) -> tuple[Tensor, Tensor]:
     """Bound (e^t - 1)/Z - t for |t| <= c and 1 <= Z <= 1 + excess, element by element.
 
     It is greatest at an end of t, at Z = 1 or the greatest Z, and least where e^t is that Z.

@@ -168,7 +168,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class RunMode:
-    """How a kernel is run: in `batches` (None: alone), with `replayed` experts (None: its own)."""
+    """The mode of a run: in `batches` (None: alone), with `replayed` experts (None: its own)."""
 
     parts: tuple[str, ...]
     batches: Batches | None = None

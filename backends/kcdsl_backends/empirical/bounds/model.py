@@ -26,7 +26,7 @@ _EMPTY = np.empty((0, 0))
 
 @dataclass(frozen=True, slots=True)
 class PassEffort:
-    """Which reverse passes are made: those that are needed for kernels whose unit roundoff is
+    """The reverse passes that are made: those that are needed for kernels whose unit roundoff is
     `grain` or larger. `share` is the approximate share of the time of all passes."""
 
     words: str

@@ -130,7 +130,7 @@ def renderer(
         if chat is None:
             raise refuse(
                 codes.TOKENIZER,
-                f"the row has `messages`, and no chat template stands beside {shown(path)}",
+                f"the row has `messages`, and {shown(path)} has no chat template",
                 help="add its chat_template.jinja or tokenizer_config.json, or give `tokens`",
             )
         return chat, chat.compiled()

@@ -63,8 +63,8 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """How requests are run: `engine` "processes" or "ray", with `jobs` workers (None, for ray: all
-    cores)."""
+    """Workers that run requests: `engine` "processes" or "ray", and `jobs` of them (None, for ray:
+    all cores)."""
 
     recipe: Recipe
     engine: str

@@ -77,7 +77,7 @@ class RolloutSource:
             timing=_timing(wanted, distinct.values()),
             notes=(
                 *context.notes,
-                *_shares(distinct.values()),
+                *_shares(context, groups),
                 *_joined(context),
                 *_census_note(wanted),
             ),
@@ -230,13 +230,15 @@ def _census_note(clauses: Sequence[Clause]) -> tuple[str, ...]:
     return (f"{', '.join(names)}: a census of these rollouts, which says nothing of others",)
 
 
-def _shares(groups: Any) -> tuple[str, ...]:
+def _shares(
+    context: RolloutContext, groups: Mapping[str, tuple[PromptRollouts, ...]]
+) -> tuple[str, ...]:
     members: dict[int, Rollout] = {}
     prompts: set[tuple[str, str]] = set()
-    for group in groups:  # a slice with some rollouts of a prompt has a group of its own
-        file = group.request.key.removesuffix(f":{group.request.id}")
-        members.update({id(member): member for member in group.members})
-        prompts.update((file, member.unit) for member in group.members)
+    for name, found in groups.items():
+        for member in (member for group in found for member in group.members):
+            members[id(member)] = member
+            prompts.add((context.data_of[name], member.unit))
     tokens = sum(len(m.tokens) for m in members.values())
     masked = tokens - sum(m.counted for m in members.values())
     units = len(prompts)

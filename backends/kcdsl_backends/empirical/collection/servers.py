@@ -109,8 +109,8 @@ class ServerSource:
             timing=times,
             prechecks=_prechecks(context, self.server, requests, found),
             notes=(
-                "the server shows neither its weights nor its blocks: no digest and no certified"
-                " bound stands beside what it drew",
+                "the server shows neither its weights nor its blocks: its tokens have neither a"
+                " digest of weights nor a certified bound",
                 *([_timed_as(self.server)] if times.runs else []),
                 *([f"{repeated} requests repeat a prompt and count with it"] if repeated else []),
             ),

@@ -11,7 +11,7 @@ import numpy as np
 
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import refuse
-from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.obligations import named_slices, obligations_of
 from kcdsl.ir.tables import expand_tables, is_bucket
 from kcdsl.ir.terms import Clause, EvidenceKind, Family, Program
 from kcdsl.metrics import MEASURES, MetricDefinition
@@ -35,7 +35,6 @@ from kcdsl_backends.empirical.table.requirements import (
     metrics_of,
     prompts_are_units,
     sampling_unit,
-    slices_of,
     split,
 )
 from kcdsl_backends.empirical.table.rows import records
@@ -145,7 +144,7 @@ def decide(
                 else data[name],
                 why or evidence.spoiled.get(name),
             )
-            for name in slices_of(clause) or tuple(data)
+            for name in named_slices(clause) or tuple(data)
             if name in data
             for obligation in obligations_of(clause, name)
         ]

@@ -13,6 +13,7 @@ import numpy as np
 from kcdsl import __version__
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.report import refuse_unknown
+from kcdsl.inequalities import round_down, round_up
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Metric, Program, Term
 from kcdsl.metrics import MEASURES
@@ -44,8 +45,6 @@ from kcdsl_backends.empirical.sources.tokens.slices import (
 )
 from kcdsl_backends.empirical.sources.tokens.tables import (
     TokenTable,
-    above,
-    below,
     file_records,
     open_tables,
 )
@@ -341,12 +340,12 @@ def _side(limit: ValueLimit) -> Literal["upper", "lower"]:
 
 def _outside(limit: ValueLimit, worst: Floats) -> int:
     """Count the requests with a value that does not meet a limit."""
-    exact = Fraction(below(limit.value)) == limit.value
+    exact = Fraction(round_down(limit.value)) == limit.value
     if limit.op in ("<=", "<"):
-        tau = below(limit.value)
+        tau = round_down(limit.value)
         meets = worst < tau if limit.op == "<" and exact else worst <= tau
     else:
-        tau = above(limit.value)
+        tau = round_up(limit.value)
         meets = worst > tau if limit.op == ">" and exact else worst >= tau
     return int(np.count_nonzero(~meets))
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from kcdsl.ir.tables import whole_of
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.studies.pairing import Band, BandState, Floor
 
@@ -155,8 +156,7 @@ def _earlier(row: ClauseResult, candidate: Document, history: Sequence[Document]
 def _rows_of(document: Document, slice: str) -> Any:
     """Return the numbers of requests and tokens of a slice: with the digest of the data they
     distinguish it from a slice of the same name in another contract."""
-    whole = slice.partition("[")[0]
-    found = (own for own in document.get("slices", ()) if own.get("slice") == whole)
+    found = (own for own in document.get("slices", ()) if own.get("slice") == whole_of(slice))
     return [(own.get("requests"), own.get("tokens")) for own in found]
 
 

@@ -22,7 +22,7 @@ from torch.nn.attention import sdpa_kernel
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.model import Refusal
 from kcdsl.ir.formulas import walk
-from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.obligations import named_slices, obligations_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, EvidenceKind, HasFields, Program
 from kcdsl.model.adapters import find_adapter
@@ -56,7 +56,6 @@ from kcdsl_backends.empirical.table.requirements import (
     PROOFS,
     measured_norms,
     metrics_of,
-    slices_of,
     split,
 )
 from kcdsl_backends.requests import Request
@@ -282,7 +281,7 @@ def _measure(
             blocked[clause.id] or context.spoiled.get(name),
         )
         for clause in clauses
-        for name in slices_of(clause) or tuple(data)
+        for name in named_slices(clause) or tuple(data)
         if name in data
         for obligation in obligations_of(clause, name)
     ]

@@ -16,7 +16,6 @@ import numpy as np
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_IN_TRACE
 from kcdsl.ir.obligations import Obligation, obligations_of
-from kcdsl.ir.printer import term_text
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Compare, Metric, Number, Program, Statistic
 from kcdsl.verdict.model import InvalidEvidence, verdict_name
@@ -54,6 +53,7 @@ from kcdsl_backends.empirical.statistics.paired import (
 )
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, SliceData
 from kcdsl_backends.empirical.table.requirements import (
+    FAILURE_RATE,
     allowed_rate,
     better_of,
     is_mean,
@@ -260,7 +260,7 @@ def _changed(
     if compared is None:
         raise NotMeasurable("it is no comparison with a number")
     term, op, tau = compared
-    if term_text(term) == "failure_rate":
+    if term == FAILURE_RATE:
         ordered = [sorted(data.requests, key=lambda unit: unit.key) for data in runs]
         kept = [np.array([unit.failure is None for unit in units]) for units in ordered]
         return change_of_shares(kept)

@@ -16,8 +16,8 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.kernels import LOGITS
-from kcdsl.ir.obligations import Obligation, obligations_of
-from kcdsl.ir.tables import expand_tables
+from kcdsl.ir.obligations import Obligation, named_slices, obligations_of
+from kcdsl.ir.tables import expand_tables, whole_of
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
 from kcdsl.metrics import registry_of
 from kcdsl.model.configuration import find_config
@@ -46,7 +46,6 @@ from kcdsl_backends.empirical.table.requirements import (
     reads_times,
     requirement_text,
     sampling_unit,
-    slices_of,
     statistic_count,
     threshold,
     window_count,
@@ -100,8 +99,8 @@ def plan(
         if reason is not None:
             elsewhere[clause.id] = reason
             continue
-        for name in slices_of(clause) or tuple(s.name for s in program.slices):
-            if slices and name.partition("[")[0] not in slices:
+        for name in named_slices(clause) or tuple(s.name for s in program.slices):
+            if slices and whole_of(name) not in slices:
                 continue
             for obligation in obligations_of(clause, name):
                 seen = None if earlier is None else earlier.observe(obligation)

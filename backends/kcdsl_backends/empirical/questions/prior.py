@@ -23,7 +23,12 @@ from kcdsl_backends.empirical.statistics.estimates import (
     rounded_sum,
 )
 from kcdsl_backends.empirical.table.evidence import SliceData
-from kcdsl_backends.empirical.table.requirements import allowed_rate, is_mean, threshold
+from kcdsl_backends.empirical.table.requirements import (
+    FAILURE_RATE,
+    allowed_rate,
+    is_mean,
+    threshold,
+)
 from kcdsl_backends.empirical.table.trace import read_trace
 
 
@@ -62,7 +67,7 @@ class Prior:
             return None
         term, op, tau = found
         failed = sum(unit.failure is not None for unit in data.requests)
-        if term_text(term) == "failure_rate":
+        if term == FAILURE_RATE:
             return Observed(len(data.requests), failed)
         if failed:
             return None

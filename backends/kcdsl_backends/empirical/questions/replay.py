@@ -19,6 +19,7 @@ from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Refusal, Sink, refuse
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest
+from kcdsl.ir.obligations import named_slices
 from kcdsl.ir.tables import expand_tables, gaps, is_bucket, whole_of
 from kcdsl.ir.terms import Clause, Program, Slice
 from kcdsl.metrics import UNMEASURED
@@ -35,7 +36,6 @@ from kcdsl_backends.empirical.table.requirements import (
     measured_norms,
     metrics_of,
     norm_name,
-    slices_of,
     split,
 )
 from kcdsl_backends.empirical.table.rows import fields_text
@@ -155,7 +155,7 @@ def _timed(
     ran = {unit.key for unit in evidence.timing.runs}
     wanted: set[str] = set()
     for clause in runtime:
-        for name in slices_of(clause) or tuple(slices):
+        for name in named_slices(clause) or tuple(slices):
             left = [key for key in slices.get(name, ()) if key not in ran]
             wanted.update(slices.get(name, ()))
             if left:

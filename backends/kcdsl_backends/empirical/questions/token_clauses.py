@@ -11,7 +11,7 @@ import numpy as np
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.ir.formulas import subterms, terms_of, walk
-from kcdsl.ir.tables import expand_tables, gaps, is_bucket, whole_of
+from kcdsl.ir.tables import expand_tables, gaps, whole_of
 from kcdsl.ir.terms import (
     Abs,
     AllOf,
@@ -87,11 +87,7 @@ def prepare(program: Program, table: TokenTable, only: Sequence[str] = ()) -> Pr
     expanded, measures = expand_tables(program), measures_of(program)
     known = [s.name for s in program.slices]
     refuse_unknown(only, known, codes.UNKNOWN_SLICE, "the contract has no slice", "slices")
-    chosen = [
-        s
-        for s in expanded.slices
-        if not only or (whole_of(s.name) if is_bucket(s.name) else s.name) in only
-    ]
+    chosen = [s for s in expanded.slices if not only or whole_of(s.name) in only]
     names = {s.name for s in chosen}
     missed = [gap for gap in gaps(program) if gap.whole in names]
     stated = {s.name: s for s in program.slices}
@@ -250,7 +246,7 @@ def _sampled(term: Term) -> bool:
 def _member(slice_: Slice, stated: Mapping[str, Slice], table: TokenTable) -> SliceMember:
     """Return the rows of a slice: those with its name if it has no predicate and the table has a
     column of names, else by predicate."""
-    name = whole_of(slice_.name) if is_bucket(slice_.name) else slice_.name
+    name = whole_of(slice_.name)
     everything: Predicate = AllOf(())
     by_name = table.slices is not None and stated[name].where == everything
     where = None if slice_.where == everything and by_name else slice_.where

@@ -18,6 +18,7 @@ from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.kernels import LOGITS, KernelRef
+from kcdsl.ir.obligations import named_slices
 from kcdsl.ir.printer import formula_text
 from kcdsl.ir.terms import (
     Abs,
@@ -40,6 +41,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.ir.terms import Number as Constant
 from kcdsl.metrics import MEASURES, METRICS
+from kcdsl.verdict.report import deferred_name
 
 
 def metrics_of(formula: Formula) -> frozenset[str]:
@@ -110,12 +112,6 @@ def obstacle(clause: Clause) -> str | None:
     return None
 
 
-def slices_of(clause: Clause) -> tuple[str, ...]:
-    """Return the slices on which a clause is decided, in the order of the contract."""
-    named = [p.region.slice for p in walk(clause.require) if isinstance(p, Quantified)]
-    return tuple(dict.fromkeys((*clause.slices, *named)))
-
-
 def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...], dict[str, str]]:
     """Return the clauses that running the kernels decides on these slices, and the reasons for
     others.
@@ -126,7 +122,7 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
     deferred: dict[str, str] = {}
     for clause in program.clauses:
         reason = obstacle(clause)
-        named = slices_of(clause)
+        named = named_slices(clause)
         if reason is not None:
             deferred[clause.id] = reason
         elif named and not slices & set(named):
@@ -134,7 +130,8 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
         else:
             chosen.append(clause)
             left_out = [name for name in named if name not in slices]
-            deferred |= {f"{clause.id} on {n}": "the slice was not selected" for n in left_out}
+            for name in left_out:
+                deferred[deferred_name(clause.id, name)] = "the slice was not selected"
     for clause in chosen:  # other buckets of its table may have been left out
         deferred.pop(clause.id, None)
     if not chosen:
@@ -146,6 +143,9 @@ def split(program: Program, slices: frozenset[str]) -> tuple[tuple[Clause, ...],
         )
     return tuple(chosen), deferred
 
+
+FAILURE_RATE = Statistic("aggregate", Metric("failure_rate"))
+"""The share of requests without an answer, as a term."""
 
 PROOFS = (EvidenceKind.PROOF, EvidenceKind.PROOF_REAL, EvidenceKind.PROBABILISTIC)
 """Kinds of evidence that measurements do not give."""

@@ -99,7 +99,7 @@ class DriftGoal:
         moved = torch.zeros_like(centre).flatten()
         for symbol, value in target.values.items():
             if symbol < self.system.inputs:
-                moved[int(self.system.names[symbol].rpartition(" ")[2])] = value
+                moved[self.system.places[symbol]] = value
         wide = radius.expand(centre.shape)
         x = (centre + wide * moved.reshape(centre.shape)).float().double()
         return torch.where((x - centre).abs() <= wide, x, centre)

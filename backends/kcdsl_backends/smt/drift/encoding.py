@@ -107,13 +107,13 @@ class Encoder:
             self._found[name] = make()
         return self._found[name]
 
-    def _add_errors(self, x: BothKernels, what: str, boxes: _BoxPair) -> BothKernels:
+    def _add_errors(self, x: BothKernels, boxes: _BoxPair) -> BothKernels:
         """Return a result with errors of both kernels in these boxes."""
         errors = [
             SymbolForm.constant(torch.zeros_like(x.train.centre))
             if box is None
-            else self.system.fresh(f"{side} {what}", box, x.train.shape)
-            for side, box in zip(("train", "infer"), boxes, strict=True)
+            else self.system.fresh(box, x.train.shape)
+            for box in boxes
         ]
         return pair(x.train + errors[0], x.drift + (errors[1] - errors[0]))
 
@@ -131,9 +131,7 @@ class Encoder:
         boxes = tuple(None if a is None else Box.around(a) for a in apart)
         return self._cached(
             f"{name} {use}",
-            lambda: self._refined(
-                name, self._add_errors(self._base(name), f"{name} {use}", (boxes[0], boxes[1]))
-            ),
+            lambda: self._refined(name, self._add_errors(self._base(name), (boxes[0], boxes[1]))),
         )
 
     def _value(self, name: str) -> BothKernels:
@@ -143,7 +141,7 @@ class Encoder:
             name,
             lambda: self._refined(
                 name,
-                self._add_errors(self._exact(self._nodes[name], self._operand), name, errors),
+                self._add_errors(self._exact(self._nodes[name], self._operand), errors),
             ),
         )
 
@@ -179,7 +177,7 @@ class Encoder:
             case "linear":
                 return self._linear(node, read(node, 0))
             case "matmul":
-                return self._products(node.name, operand(0), operand(1))
+                return self._products(operand(0), operand(1))
             case "add" | "sub":
                 a, b = operand(0), operand(1)
                 if node.op == "sub":
@@ -187,7 +185,7 @@ class Encoder:
                 return pair(a.train + b.train, a.drift + b.drift)
             case "mul":
                 a, b = operand(0), operand(1)
-                return self._product(node.name, a, b, square=node.inputs[0] == node.inputs[1])
+                return self._product(a, b, square=node.inputs[0] == node.inputs[1])
             case "scale":
                 return _scaled(operand(0), float(node.attrs["factor"]))
             case "divide":
@@ -201,7 +199,7 @@ class Encoder:
             case "neg":
                 return _scaled(operand(0), -1.0)
             case "relu":
-                return self._relu(node.name, operand(0))
+                return self._relu(operand(0))
             case "tanh" | "silu" | "gelu":
                 return self._smooth(node, operand(0))
             case "view":
@@ -234,18 +232,18 @@ class Encoder:
     def _input(self) -> BothKernels:
         assert self.centre is not None
         shape = tuple(self.centre.shape)
-        x = self.system.fresh("x", Box.around(self.radius.expand(shape)))
-        self.system.inputs = len(self.system.names)
+        x = self.system.fresh(Box.around(self.radius.expand(shape)))
+        self.system.inputs = len(self.system.places)
         return pair(x.plus(self.centre), SymbolForm.constant(torch.zeros_like(self.centre)))
 
     def _linear(self, node: Node, x: BothKernels) -> BothKernels:
         entering = tuple(side[node.name].entering for side in self._known.sides)
         if entering != (None, None):
-            x = self._add_errors(x, f"{node.name} entering", (entering[0], entering[1]))
-            for side, form in ((0, x.train), (1, x.infer)):
-                step = self._known.sides[side][node.name].step
+            x = self._add_errors(x, (entering[0], entering[1]))
+            for side, form in zip(self._known.sides, (x.train, x.infer), strict=True):
+                step = side[node.name].step
                 if step is not None:
-                    self.system.codes(f"{side} {node.name}", form, step)
+                    self.system.codes(form, step)
         weight = self._kernels.linear(self._nodes[node.inputs[1]])
         by, change = weight.infer.T, weight.infer.T - weight.train.T
         drift = x.drift.before(by)
@@ -257,13 +255,11 @@ class Encoder:
             train, drift = train + bias.train, drift + bias.drift
         return pair(train, drift)
 
-    def _remainder(self, name: str, size: Tensor) -> SymbolForm:
+    def _remainder(self, size: Tensor) -> SymbolForm:
         """Return fresh numbers of at most this magnitude."""
-        return self.system.fresh(name, Box.around(up(size * SAFE)))
+        return self.system.fresh(Box.around(up(size * SAFE)))
 
-    def _product(
-        self, name: str, a: BothKernels, b: BothKernels, *, square: bool = False
-    ) -> BothKernels:
+    def _product(self, a: BothKernels, b: BothKernels, *, square: bool = False) -> BothKernels:
         """Return a·b = mₐb + m_b a - mₐm_b + (a - mₐ)(b - m_b), and Δ(ab) = āΔb + b̄Δa."""
         shape = tuple(np.broadcast_shapes(a.train.shape, b.train.shape))
         (am, ar), (bm, br) = a.boxes[0].midpoint(), b.boxes[0].midpoint()
@@ -271,26 +267,26 @@ class Encoder:
         linear = b.train.times(am) + a.train.times(bm)
         train = linear.plus(-am * bm, 2 * EPS * (am * bm).abs())
         box = Box(torch.zeros_like(rest), up(rest)) if square else Box.around(up(rest))
-        train = train + self.system.fresh(f"{name} product", box)
+        train = train + self.system.fresh(box)
         (am, ar), (bm, br) = _middle(a).midpoint(), _middle(b).midpoint()
         size = (ar * b.change.mag() + br * a.change.mag()).expand(shape)
-        drift = b.drift.times(am) + a.drift.times(bm) + self._remainder(f"{name} change", size)
+        drift = b.drift.times(am) + a.drift.times(bm) + self._remainder(size)
         return pair(train, drift)
 
-    def _products(self, name: str, a: BothKernels, b: BothKernels) -> BothKernels:
+    def _products(self, a: BothKernels, b: BothKernels) -> BothKernels:
         """Return a @ b by the rules of a product, one remainder for each sum."""
         (am, ar), (bm, br) = a.boxes[0].midpoint(), b.boxes[0].midpoint()
         off = gamma(am.shape[-1] + 4) * (am.abs() @ bm.abs())
         train = a.train.before(bm) + b.train.turned.before(am.mT).turned
-        train = train.plus(-(am @ bm), off) + self._remainder(f"{name} product", ar @ br)
+        train = train.plus(-(am @ bm), off) + self._remainder(ar @ br)
         (am, ar), (bm, br) = _middle(a).midpoint(), _middle(b).midpoint()
         size = ar @ b.change.mag() + a.change.mag() @ br
         drift = a.drift.before(bm) + b.drift.turned.before(am.mT).turned
-        return pair(train, drift + self._remainder(f"{name} change", size * (1 + 2.0**-40)))
+        return pair(train, drift + self._remainder(size * (1 + 2.0**-40)))
 
-    def _relu(self, name: str, x: BothKernels) -> BothKernels:
+    def _relu(self, x: BothKernels) -> BothKernels:
         """Return both rectified values exactly, with case splits where a sign is undecided."""
-        made = self.system.relu(name, x.train, x.drift, x.boxes, x.change)
+        made = self.system.relu(x.train, x.drift, x.boxes, x.change)
         stay = (x.boxes[0].lo >= 0) & (x.boxes[1].lo >= 0)
         low, high = x.change.lo.clamp_max(0), x.change.hi.clamp_min(0)
         known = Box(torch.where(stay, x.change.lo, low), torch.where(stay, x.change.hi, high))
@@ -305,10 +301,10 @@ class Encoder:
         value, off = function.range(Box.point(centre)).midpoint()
         slope, loose = function.slopes(x.boxes[0]).midpoint()
         train = x.train.plus(-centre).times(slope).plus(value, off)
-        train = train + self._remainder(f"{node.name} value", loose * radius)
+        train = train + self._remainder(loose * radius)
         slope, loose = function.slopes(x.hull).midpoint()
         drift = x.drift.times(slope)
-        drift = drift + self._remainder(f"{node.name} change", loose * x.change.mag())
+        drift = drift + self._remainder(loose * x.change.mag())
         both = function.range(x.boxes[0]), function.range(x.boxes[1])
         return pair(train, drift, (*both, drift.range()))
 
@@ -320,16 +316,14 @@ class Encoder:
         centre, _ = scores.boxes[0].midpoint()
         start, off = probabilities(Box.point(centre), mask).midpoint()
         moved, box = scores.train.plus(-centre), scores.boxes[0]
-        train = self._softmax_change(f"{node.name} value", moved, box, mask)
-        drift = self._softmax_change(
-            f"{node.name} change", scores.drift, scores.hull, mask, scores.change
-        )
+        train = self._softmax_change(moved, box, mask)
+        drift = self._softmax_change(scores.drift, scores.hull, mask, scores.change)
         both = [probabilities(one, mask) for one in scores.boxes]
         result = pair(train.plus(start, off), drift)
         return pair(result.train, result.drift, (both[0], both[1], result.change))
 
     def _softmax_change(
-        self, name: str, d: SymbolForm, scores: Box, mask: Tensor | None, change: Box | None = None
+        self, d: SymbolForm, scores: Box, mask: Tensor | None, change: Box | None = None
     ) -> SymbolForm:
         """Return p(s + d) - p(s) = p̃_i(d_i - Σ p̃_j d_j), p̃ at scores of a box (Rule 3)."""
         if mask is not None:
@@ -339,15 +333,15 @@ class Encoder:
         mean = d.times(p).total()
         rest = (loose * size).sum(-1, keepdim=True) * (1 + 2.0**-40)
         # p̃ differs for every i
-        inner = d - (mean + self._remainder(f"{name} mean", rest.expand(size.shape)))
-        return inner.times(p) + self._remainder(name, loose * inner.range().mag())
+        inner = d - (mean + self._remainder(rest.expand(size.shape)))
+        return inner.times(p) + self._remainder(loose * inner.range().mag())
 
     def _norm(self, node: Node, x: BothKernels) -> BothKernels:
         name, n, eps = node.name, node.shape[-1], float(node.attrs["eps"])
         if node.op == "layer_norm":
             means = [_mean(form, n) for form in (x.train, x.drift)]
             x = pair(x.train - means[0], x.drift - means[1])
-        squares = self._product(f"{name} square", x, x, square=True)
+        squares = self._product(x, x, square=True)
         shift = torch.tensor(eps, dtype=torch.float64)
         train, drift = _mean(squares.train, n).plus(shift), _mean(squares.drift, n)
         least = [box.square().mean().lo + eps * (1 - 4 * EPS) for box in x.boxes]
@@ -355,7 +349,7 @@ class Encoder:
         known = [Box(low * (1 - 4 * EPS), high) for low, high in zip(least, most, strict=True)]
         v = pair(train, drift, (known[0], known[1], drift.range()))
         root = self._root(name, v)
-        found = self._product(f"{name} normal", x, root)
+        found = self._product(x, root)
         for index, key in enumerate(node.inputs[1:]):
             held = self._kernels.plain(self._nodes[key])
             if index:
@@ -378,11 +372,9 @@ class Encoder:
         value = centre**-0.5
         slope, loose = slopes(v.boxes[0])
         train = v.train.plus(-centre).times(slope).plus(value, 2.0**-45 * value)
-        train = train + self._remainder(f"{name} root", loose * radius)
+        train = train + self._remainder(loose * radius)
         slope, loose = slopes(v.hull)
-        drift = v.drift.times(slope) + self._remainder(
-            f"{name} root change", loose * v.change.mag()
-        )
+        drift = v.drift.times(slope) + self._remainder(loose * v.change.mag())
         both = [Box(b.hi**-0.5 * (1 - 2.0**-45), b.lo**-0.5 * (1 + 2.0**-45)) for b in v.boxes]
         return pair(train, drift, (both[0], both[1], drift.range()))
 

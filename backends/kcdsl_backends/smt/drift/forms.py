@@ -155,34 +155,34 @@ class System:
     """The symbols of a problem and their constraints.
 
     Args:
-        names: of every symbol.
+        places: of every symbol, the place of its element in the flattened numbers.
         facts: linear constraints (one case) and case splits.
         inputs: number of leading symbols that are elements of the input.
         integers: symbols ε for which m + rε is an integer, with m and r.
     """
 
-    names: list[str] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     facts: list[Constraint] = field(default_factory=list)
     inputs: int = 0
     integers: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def fresh(self, name: str, box: Box, shape: tuple[int, ...] | None = None) -> SymbolForm:
+    def fresh(self, box: Box, shape: tuple[int, ...] | None = None) -> SymbolForm:
         """Return numbers of a box with one new symbol each; points get none."""
         box = box if shape is None else box.expand(shape)
         middle, radius = box.midpoint()
         own = (radius > 0).flatten().nonzero().flatten()
-        first = len(self.names)
-        self.names += [f"{name} {int(place)}" for place in own]
-        coefs = torch.zeros(radius.numel(), len(self.names), dtype=torch.float64)
-        coefs[own, torch.arange(first, len(self.names))] = radius.flatten()[own]
+        first = len(self.places)
+        self.places += own.tolist()
+        coefs = torch.zeros(radius.numel(), len(self.places), dtype=torch.float64)
+        coefs[own, torch.arange(first, len(self.places))] = radius.flatten()[own]
         return SymbolForm(middle, coefs.reshape(*radius.shape, -1), torch.zeros_like(middle))
 
-    def codes(self, name: str, x: SymbolForm, scale: Tensor) -> None:
+    def codes(self, x: SymbolForm, scale: Tensor) -> None:
         """Constrain numbers to integer multiples of a scale, up to a relative 2^-22."""
         box, by = x.range(), scale.expand(x.shape)
         low, high = (box.lo / by).floor() - 1, (box.hi / by).ceil() + 1
-        first = len(self.names)
-        code = self.fresh(f"{name} code", Box(low, high))
+        first = len(self.places)
+        code = self.fresh(Box(low, high))
         middle, radius = Box(low, high).midpoint()
         for symbol, (m, r) in enumerate(
             zip(middle.flatten(), radius.flatten(), strict=True), first
@@ -193,13 +193,10 @@ class System:
         for place in range(box.lo.numel()):
             self.facts.append(Constraint(((row(apart, place), row(-apart, place)),)))
 
-    def relu(
-        self, name: str, h: SymbolForm, d: SymbolForm, boxes: tuple[Box, Box], change: Box
-    ) -> ReluPair:
+    def relu(self, h: SymbolForm, d: SymbolForm, boxes: tuple[Box, Box], change: Box) -> ReluPair:
         """Return max(h, 0) and max(h + d, 0) - max(h, 0), with case splits for undecided signs.
 
         Args:
-            name: of new symbols.
             h, d: value of one kernel, and the other kernel's minus it.
             boxes: of h and of h + d.
             change: box of d.
@@ -211,8 +208,8 @@ class System:
         high = torch.where(open_, one.hi.clamp_min(0), zero)
         below, above = change.lo.clamp_max(0), change.hi.clamp_min(0)
         changed = Box(torch.where(open_, below, zero), torch.where(open_, above, zero))
-        y = h.times(keep) + self.fresh(f"{name} value", Box(zero, high))
-        moved = d.times(keep) + self.fresh(f"{name} change", changed)
+        y = h.times(keep) + self.fresh(Box(zero, high))
+        moved = d.times(keep) + self.fresh(changed)
         other = h + d
         for place in open_.flatten().nonzero().flatten().tolist():
             same, still = _equal(y, h, place), _equal(moved, d, place)

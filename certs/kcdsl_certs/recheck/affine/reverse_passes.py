@@ -117,7 +117,7 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
                 parts += gathered.parts
                 found.alone(gathered.each)
                 found.each = found.each + gathered.lost
-                _add_pending(pending, gathered.pulled)
+                _add_pending(pending, gathered.passed)
                 continue
         one_row = all(size == 1 for size in kept.extent[:-1])
         if entry.share is not None and one_row and not pending and len(entry.operands) == 1:
@@ -127,7 +127,7 @@ def _surrounded(tape: Tape, pending: dict[int, Adjoint], count: int, floor: int)
             break
         if entry.share is not None:
             found.each = found.each + kept.sizes(entry.share.otherwise)
-        _add_pending(pending, _pulled(entry, kept))
+        _add_pending(pending, _on_operands(entry, kept))
     if found.gram is not None:
         parts.append(found.gram * found.trace)
     alone = RankOne(found.centre, 0.0, found.uncentred**2)
@@ -146,7 +146,7 @@ def _amplified(tape: Tape, entry: TapeEntry, kept: Adjoint, floor: int) -> tuple
     read = (
         kept if not few else Adjoint(np.eye(values.shape[1]).reshape(-1, *kept.extent), kept.start)
     )
-    below = _surrounded(tape, dict(_pulled(entry, read)), read.batch, floor)
+    below = _surrounded(tape, dict(_on_operands(entry, read)), read.batch, floor)
     shape, each = below.shape * (sides**2 * _MORE), below.each * sides
     if not few:
         return shape, each
@@ -294,29 +294,29 @@ def _descend(
             continue
         kept = adjoint if entry.kept is None else adjoint.times(entry.kept)
         _add_other_terms(entry, adjoint, kept, found)
-        pulled = list(_pulled(entry, kept))
-        alone = not pending and len(pulled) == 1
-        if alone and pulled[0][1].values[0].size < found.count:
+        passed = list(_on_operands(entry, kept))
+        alone = not pending and len(passed) == 1
+        if alone and passed[0][1].values[0].size < found.count:
             if entry.radius is not None:
                 found.each = found.each + adjoint.sizes(entry.radius)
             if entry.share is not None:
                 found.each = found.each + kept.sizes(entry.share.otherwise)
-            found.more += _factored(tape, *pulled[0], floor)
+            found.more += _factored(tape, *passed[0], floor)
             return
         _add_own_terms(entry, adjoint, found)
         if entry.share is not None:
             if alone and all(size == 1 for size in kept.extent[:-1]):
                 below = _NormTerms(found.count)
-                _descend(tape, dict(pulled), below, None, floor)
+                _descend(tape, dict(passed), below, None, floor)
                 found.add(below, float(entry.share.ratio[kept.window[:-1]].max()))
                 return
             found.each = found.each + kept.sizes(entry.share.otherwise)
-        _add_pending(pending, pulled)
+        _add_pending(pending, passed)
 
 
-def _add_pending(pending: dict[int, Adjoint], pulled: Iterable[tuple[int, Adjoint]]) -> None:
+def _add_pending(pending: dict[int, Adjoint], passed: Iterable[tuple[int, Adjoint]]) -> None:
     """Add functionals to the pending ones of their entries."""
-    for operand, part in pulled:
+    for operand, part in passed:
         pending[operand] = merged(pending[operand], part) if operand in pending else part
 
 
@@ -333,7 +333,7 @@ def _at_floor(entry: TapeEntry, adjoint: Adjoint, found: _NormTerms) -> None:
             found.symbols(part, entry.nearest)
 
 
-def _pulled(entry: TapeEntry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]:
+def _on_operands(entry: TapeEntry, adjoint: Adjoint) -> Iterator[tuple[int, Adjoint]]:
     for operand, vjp in entry.operands:
         part = vjp(adjoint)
         if part is not None:

@@ -93,7 +93,7 @@ class PassedRow:
     parts: list[Part]
     each: Floats
     lost: Floats
-    pulled: tuple[tuple[int, Adjoint], ...]
+    passed: tuple[tuple[int, Adjoint], ...]
 
 
 Gather = Callable[[Adjoint, int], PassedRow | None]
@@ -353,11 +353,11 @@ class Tape:
             for operand, vjp in operands:
                 if self._still[operand]:
                     continue
-                pulled = vjp(kept)
-                if isinstance(pulled, ManyRows):
-                    self._gather(pending, many, operand, pulled, frames[-1])
-                elif pulled is not None:
-                    self._meet(pending, operand, pulled, frames[-1])
+                passed = vjp(kept)
+                if isinstance(passed, ManyRows):
+                    self._gather(pending, many, operand, passed, frames[-1])
+                elif passed is not None:
+                    self._meet(pending, operand, passed, frames[-1])
         return replace(self._combined(frames, alpha), shared=shared or {})
 
     def _new_frame(self, batch: int, ratio: float) -> _Frame:

@@ -256,7 +256,7 @@ def _refuse_other_inputs(served: Served, key: str, kernel: KernelNumerics) -> No
     if kernel.static is None:
         raise Rejected("parameter/served", f"the inputs of {key!r} have static scales")
     scales, zero = kernel.static.of(key, kind)
-    if scales != inputs.scales or (zero if kind == "uint8" else 128) != inputs.zero + 128:
+    if scales != inputs.scales or (zero if CODES[kind].shifted else 128) != inputs.zero + 128:
         raise Rejected("parameter/served", f"the inputs of {key!r} have other static scales")
 
 
@@ -306,11 +306,11 @@ def quantised(
         raise Rejected("parameter/shape", f"linear weight {name!r} is not a matrix")
     if scale == "none":
         return plain(weight.astype(np.float64), FORMATS[kind], name, inward).astype(np.float32)
-    if kind == "uint4":
+    if CODES[kind].shifted:
         return _from_zero(weight, scale, name, stored)
     if CODES[kind].full:
         return _full_range(weight, scale, name, CODES[kind], stored)
-    if scale == "nvfp4":
+    if LAYOUTS[scale].nested:
         return _nested(weight, kind, scale)
     scales = _kept(_scales(weight, kind, scale), stored, name)
     ratio = (weight / np.where(scales == 0, np.float32(1), scales)).astype(np.float64)
@@ -365,7 +365,7 @@ def _tops(values: Singles, scale: str) -> Singles:
 def _scales(weight: Singles, kind: str, scale: str) -> Singles:
     """Return the scale of every element, float32, of the weight's shape; 1 where it would be 0."""
     amax = _amax(weight, scale)
-    if scale == "mx":
+    if LAYOUTS[scale].floored:
         _, exponent = np.frexp(amax.astype(np.float64))
         found = _power(exponent - 1 - CODES[kind].exponent)
         return np.where(amax == 0, np.float32(1), found).astype(np.float32)

@@ -22,6 +22,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     LEAST_POWER,
     MOST_POWER,
     NESTED,
+    layout_of,
 )
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
@@ -80,7 +81,7 @@ def _ladder(kind: str) -> _Ladder:
 
 def largest(size: Floats, scale: str) -> Floats:
     """Return the maximum over the tensor, the row or the block of a row, at every element."""
-    height, width = LAYOUTS[scale].tile if scale in LAYOUTS else (0, 0)
+    height, width = layout_of(scale).tile
     if height == 0:
         return np.broadcast_to(size.max(), size.shape)
     if width == 0:
@@ -118,10 +119,10 @@ def steps(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
     kind, scale = kernel.activations
     if scale == "static":
         return _calibrated(kernel, x, key)
-    if scale == "nvfp4":  # codes are unknown where a scale may be 0
+    if layout_of(scale).nested:  # codes are unknown where a scale may be 0
         most = nested(kernel, x, key)[1]
         return plain(kind, Box(np.zeros(x.shape), most))
-    if kind == "uint8":
+    if CODES[kind].shifted:
         return _asymmetric(x, scale)
     within_batch(kernel, x)
     return plain(kind, scales(kernel, x))
@@ -132,7 +133,7 @@ def within_batch(kernel: KernelNumerics, x: Box) -> None:
 
     Raises Rejected "bound/overflow".
     """
-    if kernel.activations[1] != "per_batch":
+    if not layout_of(kernel.activations[1]).batch:
         return
     over = np.argwhere(~(box.magnitude(x) <= kernel.batch_amax))
     if len(over):
@@ -174,7 +175,7 @@ def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
     scale, zero = given(kernel, key, x.shape)
     by = plain(kind, box.exact(scale))
     above, below = by.above.lo, by.below.lo
-    if kind == "uint8":
+    if CODES[kind].shifted:
         above, below = np.full(x.shape, 255.0 - zero), np.full(x.shape, float(zero))
     more = 0.5 if CODES[kind].grid is None else 0.0
     inside = (x.hi <= (above + more) * scale * (1 + _OFF)) & (
@@ -208,7 +209,7 @@ def scales(kernel: KernelNumerics, x: Box) -> Box:
         return box.exact(np.ones(x.shape))
     least = largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
     most = np.maximum(largest(box.magnitude(x), scale), kernel.batch_amax)
-    if scale == "mx":
+    if LAYOUTS[scale].floored:
         powers = [_power(np.frexp(m)[1] - 1 - CODES[kind].exponent) for m in (least, most)]
         return Box(np.where(least > 0, powers[0], 0.0), powers[1])
     least, most = (np.minimum(end, kernel.amax_limit) for end in (least, most))

@@ -80,9 +80,9 @@ def clipped(kernel: KernelNumerics, x: Box, weight: Box, key: str) -> Floats | f
     if not weight.point:
         raise Rejected("rule/weight", "sums of bytes in 16 bits with a weight that is not known")
     entries = weight.lo
-    whole = np.abs(entries) if kernel.weights[1] == "per_channel" else np.abs(entries).max()
+    whole = np.abs(entries) if LAYOUTS[kernel.weights[1]].height else np.abs(entries).max()
     most = whole.max(axis=1) if whole.ndim else np.full(len(entries), whole)
-    unit = most / (127 if kernel.weights[0] == "int8" else 128)
+    unit = most / CODES[kernel.weights[0]].below
     losses = []
     for part in (np.maximum(entries, 0.0), np.maximum(-entries, 0.0)):
         falling = -np.sort(-part, axis=1)
@@ -262,5 +262,5 @@ def _has_grid(kind: str) -> bool:
 def _scale(kind: str, scale: str) -> float:
     """Return a bound of the ratio of a scale to the largest quantised number, whose code is at
     least 2^emax, or half of it where scales are rounded up or nested."""
-    twice = 2.0 if LAYOUTS[scale].ceiled or scale == "nvfp4" else 1.0
+    twice = 2.0 if LAYOUTS[scale].ceiled or LAYOUTS[scale].nested else 1.0
     return twice * 2.0 ** -CODES[kind].exponent * _LOOSE

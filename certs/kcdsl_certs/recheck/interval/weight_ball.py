@@ -147,8 +147,9 @@ def _cast(v: Box, found: Stored, form: Format, kernel: KernelNumerics, name: str
 def _coded(v: Box, kernel: KernelNumerics, name: str) -> Stored:
     """Return codes times scales: the largest magnitude of a group lies in an interval as well."""
     kind, scale = kernel.weights
-    plain = not LAYOUTS[scale].ceiled and scale != "nvfp4" and kernel.scale_format == FLOAT32
-    if kind not in ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full") or not plain:
+    layout = LAYOUTS[scale]
+    plain = not (layout.ceiled or layout.nested) and kernel.scale_format == FLOAT32
+    if not (CODES[kind].ball and plain):
         raise Rejected("parameter/scale", f"no region around {name!r}, stored as {kind} {scale}")
     near, far = np.minimum(np.abs(v.lo), np.abs(v.hi)), box.magnitude(v)
     ends = [_scale(_group(size, scale), kind, scale) for size in (near, far)]
@@ -176,7 +177,7 @@ def _group(size: Floats, scale: str) -> Floats:
 def _scale(amax: Floats, kind: str, scale: str) -> Floats:
     """Return the scale for a largest magnitude (float32 numbers); 1 where that is 0."""
     singles = amax.astype(np.float32)
-    if scale == "mx":
+    if LAYOUTS[scale].floored:
         found = np.ldexp(1.0, np.clip(np.frexp(amax)[1] - 1 - CODES[kind].exponent, -127, 127))
     else:
         found = (singles / np.float32(CODES[kind].divisor)).astype(np.float64)
@@ -192,7 +193,7 @@ def _farthest(size: Floats, scale: Floats, kind: str, how: str) -> Floats:
         return box.up((most + size * _SMALL) * (1 + _SMALL))
     form = code.grid
     rounded = box.up((form.u * size + scale * form.eta) * (1 + _SMALL))
-    if how != "mx":
+    if not LAYOUTS[how].floored:
         return rounded
     kept = code.last * 2.0 ** -(code.exponent + 1)
     return np.maximum(rounded, box.up(size * (1 - kept) + size * _SMALL))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,11 +104,16 @@ class Layout:
     """The tile of numbers that share a scale: its rows and columns (0: all).
 
     `ceiled`: scales are the least powers of two that are not below amax over the divisor.
+    `floored`: the power of two of amax over that of the largest code (mx). `nested`: float8
+    multiples of a scale of the tensor (nvfp4). `batch`: sequences of a batch share a scale.
     """
 
     height: int
     width: int
     ceiled: bool = False
+    floored: bool = False
+    nested: bool = False
+    batch: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -118,7 +123,7 @@ class Layout:
 
 LAYOUTS = {
     "per_tensor": Layout(0, 0),
-    "per_batch": Layout(0, 0),
+    "per_batch": Layout(0, 0, batch=True),
     "per_channel": Layout(1, 0),
     "per_token": Layout(1, 0),
     "block_128": Layout(128, 128),
@@ -127,11 +132,16 @@ LAYOUTS = {
     "group_32": Layout(1, 32),
     "group_64": Layout(1, 64),
     "group_128": Layout(1, 128),
-    "mx": Layout(1, 32),
-    "nvfp4": Layout(1, 16),
+    "mx": Layout(1, 32, floored=True),
+    "nvfp4": Layout(1, 16, nested=True),
 }
 PLAIN_WEIGHTS = ("per_tensor", "per_channel", "block_128", "group_32", "group_64", "group_128")
 PLAIN_INPUTS = ("per_tensor", "per_token", "group_32", "group_64", "group_128")
+
+
+def layout_of(scale: str) -> Layout:
+    """Return the layout of this name; that of one plain scale if there is no dynamic scale."""
+    return LAYOUTS.get(scale, LAYOUTS["per_tensor"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +150,8 @@ class CodeGrid:
     weights, activations, and caches of keys and values.
 
     Codes reach from -`below` to `last`, and a scale is amax over `divisor`. `grid` is the
-    floating-point format of codes that are not integers.
+    floating-point format of codes that are not integers. `shifted`: codes are relative to a zero
+    point. `ball`: there is a rule for all weights near those of a checkpoint.
     """
 
     name: str
@@ -151,6 +162,8 @@ class CodeGrid:
     weights: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
+    shifted: bool = field(default=False, kw_only=True)
+    ball: bool = field(default=False, kw_only=True)
 
     @property
     def form(self) -> Format:
@@ -173,8 +186,8 @@ class CodeGrid:
         return np.rint(values) if self.grid is None else nearest(values, self.grid)
 
 
-def _floating(form: Format, last: float, *layouts: tuple[str, ...]) -> CodeGrid:
-    return CodeGrid(form.name, form, last, last, last, *layouts)
+def _floating(form: Format, last: float, *layouts: tuple[str, ...], ball: bool = False) -> CodeGrid:
+    return CodeGrid(form.name, form, last, last, last, *layouts, ball=ball)
 
 
 _CACHES = ("per_tensor", "per_head", "per_token_head", "static")
@@ -185,18 +198,18 @@ _FP8 = (
     ("none", *_CACHES),
 )
 _CODES = (
-    _floating(FORMATS["fp8_e4m3"], 448.0, *_FP8),
-    _floating(FORMATS["fp8_e5m2"], 57344.0, *_FP8),
+    _floating(FORMATS["fp8_e4m3"], 448.0, *_FP8, ball=True),
+    _floating(FORMATS["fp8_e5m2"], 57344.0, *_FP8, ball=True),
     # The last code is 224, as in AMD's kernels.
     _floating(Format("fp8_e4m3fnuz", 4, -7, 240.0), 224.0, *_SIMPLE),
     _floating(Format("fp8_e5m2fnuz", 3, -15, 57344.0), 57344.0, *_SIMPLE),
     _floating(Format("fp6_e2m3", 4, 0, 7.5), 7.5, ("mx",), ("mx",)),
     _floating(Format("fp6_e3m2", 3, -2, 28.0), 28.0, ("mx",), ("mx",)),
     _floating(Format("fp4_e2m1", 2, 0, 6.0), 6.0, ("mx", "nvfp4"), ("mx", "nvfp4")),
-    CodeGrid("int8", None, 127.0, 127.0, 127.0, *_SIMPLE),
-    CodeGrid("int8_full", None, 127.0, 128.0, 127.5, *_SIMPLE),
+    CodeGrid("int8", None, 127.0, 127.0, 127.0, *_SIMPLE, ball=True),
+    CodeGrid("int8_full", None, 127.0, 128.0, 127.5, *_SIMPLE, ball=True),
     CodeGrid("int4_full", None, 7.0, 8.0, 7.5, PLAIN_WEIGHTS),
-    CodeGrid("uint4", None, 15.0, 15.0, 15.0, PLAIN_WEIGHTS),
-    CodeGrid("uint8", None, 255.0, 255.0, 255.0, (), (*PLAIN_INPUTS, "static")),
+    CodeGrid("uint4", None, 15.0, 15.0, 15.0, PLAIN_WEIGHTS, shifted=True),
+    CodeGrid("uint8", None, 255.0, 255.0, 255.0, (), (*PLAIN_INPUTS, "static"), shifted=True),
 )
 CODES = {code.name: code for code in _CODES}

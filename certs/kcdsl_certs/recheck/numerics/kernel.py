@@ -17,6 +17,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     Floats,
     Format,
     cut,
+    layout_of,
     nearest,
 )
 
@@ -47,7 +48,7 @@ class Static:
         names = (key.removesuffix(".weight"), "*")
         scales = [found for name in names for at, found in self.scales if at == name]
         zeros = [found for name in names for at, found in self.zeros if at == name]
-        if not key or not scales or (kind == "uint8" and not zeros):
+        if not key or not scales or (CODES[kind].shifted and not zeros):
             raise Rejected("rule/static-scale", f"the input of {key!r} has no static scale")
         return scales[0], zeros[0] if zeros else 0
 
@@ -166,7 +167,7 @@ class KernelNumerics:
         """
         if not self.by_codes:
             return 2
-        return 4 + (self.weights[1], self.activations[1]).count("nvfp4")
+        return 4 + sum(layout_of(scale).nested for _, scale in (self.weights, self.activations))
 
     @property
     def most_code(self) -> float:

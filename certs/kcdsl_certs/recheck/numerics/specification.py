@@ -15,6 +15,7 @@ from kcdsl_certs.recheck.numerics.formats import (
     PLAIN_INPUTS,
     PLAIN_WEIGHTS,
     Format,
+    layout_of,
 )
 from kcdsl_certs.recheck.numerics.kernel import Cache, KernelNumerics, Static, TensorCodes, Unit
 
@@ -95,7 +96,7 @@ def parse_kernel(value: object, place: str) -> KernelNumerics:
     kernel = _of_linears(record, kernel, pairs)
     found = replace(kernel, others=_others(record, kernel, pairs))
     kernels = (found, *(other for _, other in found.others))
-    if units[0] is not None and any(each.activations[1] == "nvfp4" for each in kernels):
+    if units[0] is not None and any(layout_of(each.activations[1]).nested for each in kernels):
         raise Rejected("document/numerics", "a matrix unit that multiplies inputs of nvfp4")
     if most != 1 and any(each.activations[0] != "none" for each in kernels):
         raise Rejected("document/numerics", "quantised activations beside directed casts")

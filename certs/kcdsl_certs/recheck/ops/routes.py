@@ -78,7 +78,7 @@ def _by_rows(kernel: KernelNumerics) -> None:
     """Refuse activations whose scales depend on several rows. Raises Rejected "rule/route"."""
     scale = kernel.activations[1]
     layout = LAYOUTS.get(scale)
-    if layout is not None and (layout.height != 1 or scale == "nvfp4"):
+    if layout is not None and (layout.height != 1 or layout.nested):
         raise Rejected("rule/route", f"activations with scales {scale!r}, of several rows")
 
 

@@ -162,7 +162,7 @@ def _regions(contract: Contract, later: Path) -> Regions:
         chosen = [goal for goal in goals(contract.program) if goal.clause.id == clause]
         if not chosen:
             raise _cannot(f"the contract has no clause {clause!r} about every input of a region")
-        backend = formal_backend("interval", around_weights=True)
+        backend: Any = formal_backend("interval", around_weights=True)
         return backend.regions(contract.program, contract.base, chosen[:1], checkpoint=later)[0]
 
     return regions

@@ -18,7 +18,7 @@ from sqlalchemy import update
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.register import Promotion, PromotionState, Register, Revocation, Revoked
-from kcdsl.release.register.appending import Chain, head_in, insert_event
+from kcdsl.release.register.chain import Chain, head_in, insert_event
 from kcdsl.release.register.database import Location, RegisterDatabase
 from kcdsl.release.register.events import Event, EventKind, hash_of
 from kcdsl.release.register.projections import MARK, text_of

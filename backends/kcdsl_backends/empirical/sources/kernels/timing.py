@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from kcdsl.diagnostics.model import Refusal
+from kcdsl.ir.obligations import named_slices
 from kcdsl.ir.terms import Clause
 from kcdsl_backends.empirical.sources.kernels import Kernel, tensor_digest
 from kcdsl_backends.empirical.table.evidence import FEWEST_ROUNDS, SamplingUnit, Timing
-from kcdsl_backends.empirical.table.requirements import GENERATED, slices_of
+from kcdsl_backends.empirical.table.requirements import GENERATED
 from kcdsl_backends.executors import in_order
 from kcdsl_backends.requests import Request
 
@@ -55,7 +56,7 @@ def chosen_rounds(
     timed: Sequence[Clause], slices: Mapping[str, Sequence[Request]]
 ) -> tuple[tuple[Request, ...], int]:
     """Return the requests of the slices that clauses about times name, and the rounds over them."""
-    names = {name for clause in timed for name in (slices_of(clause) or tuple(slices))}
+    names = {name for clause in timed for name in (named_slices(clause) or tuple(slices))}
     rows = [own for name, own in slices.items() if name in names]
     chosen = {request.key: request for own in rows for request in own}
     return tuple(chosen.values()), rounds_needed([len(own) for own in rows])

@@ -73,8 +73,8 @@ def _group(file: str, members: Sequence[Rollout], whole: Sequence[Rollout]) -> P
         if not key.startswith("role:") and all(m.fields.get(key) == value for m in members)
     }
     shared["rollouts"] = Fraction(len(members))
-    line = int(first.place.rsplit(" ", 1)[-1]) if first.place else 0
-    return PromptRollouts(Request(f"{file}:{name}", name, tokens, shared, line), tuple(members))
+    request = Request(f"{file}:{name}", name, tokens, shared, first.row)
+    return PromptRollouts(request, tuple(members))
 
 
 def run_of(group: PromptRollouts, metrics: Collection[str], seed: int) -> RequestRun:

@@ -141,6 +141,8 @@ class Rollout:
     """The name of its group of dependent rollouts; None: only rollouts with the same prompt are."""
     place: str = ""
     """Where it was read, such as "row 7"."""
+    row: int = 0
+    """The number of its row, from 1; 0 if it was not read from a file."""
 
     @property
     def unit(self) -> str:

@@ -200,6 +200,7 @@ class _Reader:
             arrays,
             self.rows.text(row, self.have["group"]) if "group" in self.have else None,
             f"{self.rows.word} {self.rows.number(row)}",
+            self.rows.number(row),
         )
         wrong = problem_of(found, self.vocabulary)
         if wrong is not None:

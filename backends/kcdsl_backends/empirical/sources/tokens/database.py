@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from kcdsl.diagnostics import codes, refuse
+from kcdsl.inequalities import round_down, round_up
 from kcdsl_backends.empirical.sources.tokens.tables import (
     PLACE,
     TokenTable,
-    above,
     belonging_nowhere,
-    below,
     double,
     literal,
     quoted,
@@ -361,7 +360,7 @@ class ValueLimit:
     def holds(self, x: str) -> str:
         """Return the condition that a column meets it, in doubles."""
         down = self.op in ("<=", "<")
-        nearest = below(self.value) if down else above(self.value)
+        nearest = round_down(self.value) if down else round_up(self.value)
         op = self.op if Fraction(nearest) == self.value else self.op[0] + "="
         test = f"{x}::DOUBLE {op} {double(nearest)}"
         return test if down else f"{test} AND NOT isnan({x})"  # in DuckDB NaN is the greatest value

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import assert_never
 
 from kcdsl.diagnostics import Refusal, codes, refuse
+from kcdsl.inequalities import round_down, round_up
 from kcdsl.ir.terms import AllOf, AnyOf, FieldTest, NoneOf, Predicate
 from kcdsl.source.files import shown
 from kcdsl_backends.empirical.sources.tokens.database import Database
@@ -23,9 +24,7 @@ from kcdsl_backends.empirical.sources.tokens.tables import (
     REQUEST,
     SLICE,
     TokenTable,
-    above,
     belonging_nowhere,
-    below,
     double,
     quoted,
     text,
@@ -182,7 +181,7 @@ def _test(column: str, op: str, value: str | bool | Fraction, kind: str) -> str:
         return f"{column} {sign} {str(value).upper()}"
     if isinstance(value, str):
         return f"{column} {sign} {text(value)}"
-    there = value.denominator == 1 if kind == "integer" else Fraction(below(value)) == value
+    there = value.denominator == 1 if kind == "integer" else Fraction(round_down(value)) == value
     if not there:  # the column cannot hold the number itself
         if op in ("==", "!="):
             return "TRUE" if op == "!=" else "FALSE"
@@ -191,7 +190,7 @@ def _test(column: str, op: str, value: str | bool | Fraction, kind: str) -> str:
     if kind == "integer":  # of at most 64 bits, and DuckDB reads literals of at most 128
         whole = math.floor(value) if down else math.ceil(value)
         return f"{column} {sign} {min(max(whole, -(2**65)), 2**65)}"
-    return f"{column}::DOUBLE {sign} {double(below(value) if down else above(value))}"
+    return f"{column}::DOUBLE {sign} {double(round_down(value) if down else round_up(value))}"
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -233,20 +231,6 @@ def literal(file: Path) -> str:
 def double(value: float) -> str:
     """Return a float64 literal: a bare 0.05 would be a decimal number and compare differently."""
     return f"'{value!r}'::DOUBLE"
-
-
-def below(value: Fraction) -> float:
-    """Return the largest float64 that is at most `value`; `x <= value` is the same for doubles."""
-    try:
-        nearest = float(value)
-    except OverflowError:
-        return math.nextafter(math.inf, 0) if value > 0 else -math.inf
-    return nearest if Fraction(nearest) <= value else math.nextafter(nearest, -math.inf)
-
-
-def above(value: Fraction) -> float:
-    """Return the smallest float64 that is at least `value`."""
-    return -below(-value)
 
 
 def belonging_nowhere(what: str, thing: str) -> Refusal:

@@ -233,9 +233,9 @@ def context_remainder(p: Floats, v: Straight, rest: Floats) -> NonlinearPart:
         for k, h in enumerate(range(heads.start, heads.stop)):
             alpha = adjoint.values[:, k].reshape(-1, adjoint.extent[-1])
             size = np.abs(alpha)
-            pulled = np.abs(alpha @ v.weight[h][columns]) @ v.error_bound[h].T
-            pulled = pulled + size @ lost[h][:, columns].T
-            linear = pulled.reshape(adjoint.batch, rows.stop - rows.start, -1) * p[h][rows]
+            passed = np.abs(alpha @ v.weight[h][columns]) @ v.error_bound[h].T
+            passed = passed + size @ lost[h][:, columns].T
+            linear = passed.reshape(adjoint.batch, rows.stop - rows.start, -1) * p[h][rows]
             plain = size.reshape(adjoint.batch, rows.stop - rows.start, -1) * rest[h][rows, columns]
             found = found + np.minimum(linear.sum(-1), plain.sum(-1)).sum(-1)
         return -found * slack, found * slack
@@ -398,8 +398,8 @@ def second_order_context(context: Context, node: Node) -> Second | None:
             far = (u.rest[h] + lost[id(u)][h])[:, columns]
             reached = flat_product(np.abs(alpha), far.T)
             for matrix, error_bound in u.parts:
-                pulled = np.abs(flat_product(alpha, matrix[h][columns]))
-                reached = reached + flat_product(pulled, error_bound.T)
+                passed = np.abs(flat_product(alpha, matrix[h][columns]))
+                reached = reached + flat_product(passed, error_bound.T)
             found = found + (reached * weight[h, rows]).sum(axis=(1, 2))
         return raised(found)
 

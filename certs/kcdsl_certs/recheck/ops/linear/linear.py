@@ -42,6 +42,7 @@ from kcdsl_certs.recheck.linear_bounds.context import (
     flat_product,
 )
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, joined
+from kcdsl_certs.recheck.numerics.formats import CODES, layout_of
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.ops.leaves import around, held, known
 from kcdsl_certs.recheck.ops.linear import bilinear
@@ -358,9 +359,9 @@ def _quantised_affine(walk: Walk, x: Form, key: str) -> Form:
     error_bound = raised(x.error_bound + radius)
     operands = () if x.place is None else ((x.place, _same),)
     split = only_sure(radius)
-    form, scale = walk.kernel.activations
+    code, layout = CODES[walk.kernel.activations[0]], layout_of(walk.kernel.activations[1])
     uncut = walk.kernel.amax_limit == math.inf
-    if uncut and scale not in ("mx", "nvfp4") and form not in ("uint8", "int8_full"):
+    if uncut and not (layout.floored or layout.nested or code.shifted or code.full):
         split = only_sure(np.zeros(radius.shape)).with_one(radius)
     entry = TapeEntry(error_bound, operands, radius, split=split)
     return Form(x.reference, error_bound, walk.tape.add(entry))

@@ -70,8 +70,8 @@ def averages(
                 found = found + known.far[:, t]
             elif rows_of is None:
                 for k, h in enumerate(inside):
-                    pulled = np.abs(adjoint.values[:, k, 0] @ weight[h][columns])
-                    found = found + pulled @ (error_bound.T @ p.error_bound[h, t])
+                    passed = np.abs(adjoint.values[:, k, 0] @ weight[h][columns])
+                    found = found + passed @ (error_bound.T @ p.error_bound[h, t])
         for readers in sorted(set(read_by)):
             some = [h - heads.start for h in readers if h in inside]
             alone = averaged[some].sum(axis=0)

@@ -17,7 +17,15 @@ from kcdsl_certs.recheck.interval.box import TINY, UNIT, Bools, Box, Floats, rai
 from kcdsl_certs.recheck.interval.quantisers import QuantiserSteps, Ranks
 from kcdsl_certs.recheck.interval.state import gamma
 from kcdsl_certs.recheck.interval.sums import FAINT_SCALE, SMALL
-from kcdsl_certs.recheck.numerics.formats import CODES, LAYOUTS, LEAST_POWER, NESTED, Format
+from kcdsl_certs.recheck.numerics.formats import (
+    CODES,
+    LAYOUTS,
+    LEAST_POWER,
+    NESTED,
+    PLAIN_INPUTS,
+    Format,
+    layout_of,
+)
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 
 _FAINT_TENSOR = 2.0**-113  # nvfp4: where 1/(m·s) is infinite, any code may be the largest
@@ -54,13 +62,13 @@ def _coded(kernel: KernelNumerics, x: Box, key: str) -> Floats:
             element = [int(i) for i in over[0]]
             raise Rejected("bound/overflow", f"element {element} of an input may overflow {kind}")
         return _cast(CODES[kind].form, size, np.ones(()))
-    if scale == "nvfp4":
+    if LAYOUTS[scale].nested:
         return _nested(kernel, x, key)
     quantisers.within_batch(kernel, x)
     most = np.maximum(quantisers.largest(size, scale), kernel.batch_amax)
-    if scale == "mx":
+    if LAYOUTS[scale].floored:
         return _shifted(kind, x, size, most)
-    if kind == "uint8":
+    if CODES[kind].shifted:
         above, below = quantisers.extent(x, scale)
         step = box.lifted(above.hi + below.hi) / 255
         return box.up((step * (0.5 + 2.0**-14) + size * SMALL) * (1 + SMALL))
@@ -182,7 +190,8 @@ def _widest(walk: Walk, codes: tuple[Floats, Floats], by: QuantiserSteps, x: For
     step = quantisers.half_step(by.kind, farthest) * by.scale.hi
     step = raised(step + 4 * quantisers.UNIT * (farthest * by.scale.hi + x.size))
     limited = walk.kernel.amax_limit < math.inf
-    if walk.kernel.activations[1] != "mx" and by.kind != "uint8" and not limited:
+    floored = layout_of(walk.kernel.activations[1]).floored
+    if not (floored or CODES[by.kind].shifted or limited):
         return step
     return np.where((codes[1] < by.above.lo) & (-codes[0] < by.below.lo), step, np.inf)
 
@@ -199,7 +208,7 @@ def _gathered(weights: Floats, scale: str) -> VJP:
 
     def vjp(adjoint: Adjoint) -> Adjoint:
         values = adjoint.values * weights[adjoint.window]
-        if scale == "per_tensor":
+        if not LAYOUTS[scale].height:
             axes = tuple(range(1, values.ndim))
             return Adjoint(values.sum(axis=axes, keepdims=True), (0,) * len(axes))
         width, begin = _wide(weights.shape, scale), adjoint.start[-1]
@@ -219,7 +228,7 @@ def _wide(shape: tuple[int, ...], scale: str) -> int:
 
 def _given_back(adjoint: Adjoint, picked: Floats, scale: str) -> Adjoint:
     """Return functionals of scales as functionals of the leading elements."""
-    if scale == "per_tensor":
+    if not LAYOUTS[scale].height:
         return Adjoint(adjoint.values * picked, (0,) * picked.ndim)
     width, n = _wide(picked.shape, scale), picked.shape[-1]
     begin = adjoint.start[-1] * width
@@ -260,7 +269,7 @@ def _lead(size: Box, x: Form, scale: str, none: bool) -> _Lead:
 
 def _groups(part: Floats, scale: str, rest: float) -> Floats:
     """Return the elements that share a scale as rows; the last group is padded with `rest`."""
-    if scale == "per_tensor":
+    if not LAYOUTS[scale].height:
         return part.reshape(1, -1)
     n, width = part.shape[-1], _wide(part.shape, scale)
     ends = [(0, 0)] * (part.ndim - 1) + [(0, -n % width)]
@@ -271,7 +280,7 @@ def _leads(kind: str, around: Box, x: Form, scale: str) -> list[tuple[_Lead, Flo
     """Return the leading elements, each with the derivative of the scale by the element."""
     lo, hi = around.lo, around.hi
     ones = _groups(np.ones(x.shape), scale, 0.0)
-    if kind != "uint8":
+    if not CODES[kind].shifted:
         size = Box(np.maximum(lo, -hi), np.maximum(np.abs(lo), np.abs(hi)))
         return [(_lead(size, x, scale, False), _groups(np.sign(x.reference), scale, 0.0))]
     return [
@@ -285,7 +294,7 @@ def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
     name, scale = walk.kernel.activations[1], by.scale
     middle = scale.lo / 2 + scale.hi / 2
     half = np.maximum(box.add_up(scale.hi, -middle), box.add_up(middle, -scale.lo))
-    if name not in ("per_token", "group_32", "group_64", "group_128", "per_tensor"):
+    if name not in PLAIN_INPUTS:
         return _Shared(middle, half, None)
     parts = middle, half, scale.lo, scale.hi
     mid, wide, low, top = (_groups(part, name, 0.0)[:, 0] for part in parts)
@@ -297,7 +306,7 @@ def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
         certain = certain & (low > bottom)
     if walk.kernel.amax_limit < math.inf:
         certain = certain & (top < walk.kernel.amax_limit / qmax * (1 - 2.0**-22))
-    rounding = (4 if by.kind == "uint8" else 2) * quantisers.UNIT * top
+    rounding = (4 if CODES[by.kind].shifted else 2) * quantisers.UNIT * top
     value = sum((lead.value for lead, _ in leads), np.zeros(mid.shape))
     error_bound = sum((lead.error_bound for lead, _ in leads), np.zeros(mid.shape))
     reference = np.where(certain, value / qmax, mid)
@@ -308,7 +317,7 @@ def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
         chosen = np.flatnonzero(certain & (lead.at >= 0))
         slopes[chosen, lead.at[chosen]] += slope[chosen, lead.at[chosen]] / qmax
     picked = _ungrouped(slopes, x.shape, name)
-    shape = (1,) * len(x.shape) if name == "per_tensor" else (*x.shape[:-1], -1)
+    shape = (*x.shape[:-1], -1) if LAYOUTS[name].height else (1,) * len(x.shape)
 
     def vjp(adjoint: Adjoint) -> Adjoint:
         return _given_back(adjoint, picked, name)
@@ -323,6 +332,6 @@ def _shared(walk: Walk, x: Form, around: Box, by: QuantiserSteps) -> _Shared:
 
 def _ungrouped(rows: Floats, shape: tuple[int, ...], scale: str) -> Floats:
     """Return the inverse of `_groups` in the shape of the elements."""
-    if scale == "per_tensor":
+    if not LAYOUTS[scale].height:
         return rows.reshape(shape)
     return rows.reshape(*shape[:-1], -1)[..., : shape[-1]]

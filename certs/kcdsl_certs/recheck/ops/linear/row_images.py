@@ -168,8 +168,8 @@ def of_keys(walk: Walk, q: Form, k: Form) -> Gather | None:
         to_x = np.empty((adjoint.batch, flat.shape[1] // len(mine), ways.shape[-1]))
         for j in range(to_x.shape[1]):
             to_x[:, j] = alphas[:, :, j] @ ways[:, j]
-        pulled = (place, to_q), (below.source, Adjoint(to_x, (columns.start, 0)))
-        return PassedRow(parts, each, lost, pulled)
+        passed = (place, to_q), (below.source, Adjoint(to_x, (columns.start, 0)))
+        return PassedRow(parts, each, lost, passed)
 
     return gather
 

@@ -1,4 +1,4 @@
-"""Appending to the hash chain in one transaction."""
+"""The hash chain of events, extended in one transaction."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.check.compile import Analysis, analyse
-from kcdsl.check.fixing import edited, fix
+from kcdsl.check.fixes import edited, fix
 from kcdsl.diagnostics.codes import DATA_ABSENT, find
 from kcdsl.diagnostics.model import Diagnostic, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile
@@ -193,6 +193,6 @@ def test_large_texts_are_parsed_a_few_times(monkeypatch: pytest.MonkeyPatch) -> 
         read += len(source.text)
         return analyse(source, sink, folder)
 
-    monkeypatch.setattr("kcdsl.check.fixing.analyse", counting)
+    monkeypatch.setattr("kcdsl.check.fixes.analyse", counting)
     assert fix(SourceFile("c", text), None).left
     assert read < 6 * len(text)

@@ -1,4 +1,4 @@
-"""Applying the fixes of diagnostics to a text, with a check of the result."""
+"""Fixes of diagnostics, applied to a text, and a check of the result."""
 
 from __future__ import annotations
 
