@@ -21,7 +21,7 @@ from kcdsl.release.register import (
     Slot,
     Stale,
     Standing,
-    appending,
+    chain,
 )
 from kcdsl_certs.statement import Verdict
 from tests.support.registers import (
@@ -258,7 +258,7 @@ def test_unencodable_reason_is_refused_without_damage(register: Register, reason
 def test_too_large_entry_is_refused_without_damage(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(appending, "LARGEST_EVENT", 2000)
+    monkeypatch.setattr(chain, "LARGEST_EVENT", 2000)
     with pytest.raises(Refusal, match="at most 2000 are recorded") as caught:
         register.revoke("f" * 64, "x" * 2000)
     assert caught.value.diagnostics[0].code is codes.NOT_RECORDED
