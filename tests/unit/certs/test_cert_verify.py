@@ -564,7 +564,49 @@ def test_required_clauses_are_parsed_strictly() -> None:
         RequiredClause.from_json({"id": "x", "alternatives": [[{"quantity": "q"}]]})
 
 
-# --- inputs, evidence and scope -------------------------------------------------------------------
+# --- components, inputs, evidence and scope -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason", "detail"),
+    [
+        ("checkpoint", {"root_digest": "0" * 64}, "checkpoint", "the weights changed"),
+        ("checkpoint", {"digest": "0" * 64}, "checkpoint", "a file was renamed"),
+        ("checkpoint", {"companions": {"config": "0" * 64}}, "checkpoint", "the config changed"),
+        ("contract", {"id": "other"}, "contract", "id other is now vectors"),
+        ("contract", {"version": "9.9.9"}, "contract", "version 9.9.9 is now"),
+        ("contract", {"digest": "0" * 64}, "contract", "digest 000000000000 is now"),
+    ],
+)
+def test_difference_of_a_component_is_named(
+    part: str,
+    change: dict[str, Any],
+    reason: str,
+    detail: str,
+    body: Predicate,
+    certify: Certify,
+    check: CheckBundle,
+) -> None:
+    other = dataclasses.replace(getattr(body.triple, part), **change)
+    triple = dataclasses.replace(body.triple, **{part: other})
+    report = check(certify(dataclasses.replace(body, triple=triple)))
+    (failed,) = [c for c in report.checks if c.name == "components"]
+    assert failed.reason == f"triple/{reason}-mismatch"
+    assert detail in failed.detail
+    assert not report.accepted
+
+
+@pytest.mark.parametrize("role", ["train", "infer"])
+def test_difference_of_a_kernel_is_named(
+    role: str, body: Predicate, certify: Certify, check: CheckBundle
+) -> None:
+    kernel = getattr(body.triple, role)
+    other = dataclasses.replace(kernel, fingerprint={**kernel.fingerprint, "run": "other"})
+    triple = dataclasses.replace(body.triple, **{role: other})
+    report = check(certify(dataclasses.replace(body, triple=triple)))
+    (failed,) = [c for c in report.checks if c.name == "components"]
+    assert failed.reason == f"triple/kernel-{role}-mismatch"
+    assert not report.accepted
 
 
 def test_inputs_beyond_the_expected_ones_are_compared_with_their_files(
