@@ -353,8 +353,8 @@ def awq(served: Parts, base: str) -> Decoded:
     )
     if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
         raise ValueError("the scales do not fit")
-    groups = _groups(served, base, method, len(codes))
-    if len(codes) % len(scales):
+    groups, size = _groups(served, base, method, len(codes)), method.get("group_size")
+    if size not in (None, -1) and len(codes) % size:
         raise ValueError("the groups do not fit")
     less = codes - zeros[groups]
     value = less.astype(np.float32) * scales[groups]
