@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +22,7 @@ from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.interval.state import DriftProblem, State, StoredMatrix
 from kcdsl_certs.recheck.interval.tensors import Tensor, as_float32
+from kcdsl_certs.recheck.interval.weight_ball import both
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops.leaves import parameter_value
@@ -188,6 +190,25 @@ def test_invalid_weights_are_refused(tier: Any) -> None:
             tier({"w": tensor(np.array([bad], dtype=np.float32))}, {"w": "0" * 64})
     with pytest.raises(Rejected, match="parameter/dtype"):
         tier({"w": tensor(np.ones(2, dtype=np.int64), "I64")}, {"w": "0" * 64})
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4, 4), ()])
+def test_weights_of_linears_are_matrices(shape: tuple[int, ...]) -> None:
+    """Numpy would take the tiles of one number for those of all."""
+    w = np.ones(shape, dtype=np.float32)
+    for kind, scale in (("int8", "per_channel"), ("fp8_e4m3", "none"), ("int4_full", "group_128")):
+        with pytest.raises(Rejected, match="'w' is not a matrix") as rejected:
+            parameters(w).linear("w", kernel(kind, scale))
+        assert rejected.value.reason == "parameter/shape"
+        with pytest.raises(Rejected, match="'w' is not a matrix") as rejected:
+            both(w.astype(np.float64), Fraction(1, 1000), (kernel(kind, scale),) * 2, True, "w")
+        assert rejected.value.reason == "parameter/shape"
+
+
+def test_kernel_of_another_checkpoint_needs_it() -> None:
+    w = np.ones((2, 2), dtype=np.float32)
+    with pytest.raises(Rejected, match="there is no checkpoint of the inference kernel"):
+        parameters(w).linear("w", replace(kernel("float32", "none"), served=True))
 
 
 def test_other_dtypes_are_converted_to_float32() -> None:
