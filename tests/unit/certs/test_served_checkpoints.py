@@ -163,6 +163,7 @@ def turned(folder: Path, *, also: bool = False) -> tuple[Document, Path]:
     square, documents = WEIGHT[:, :OUTPUTS].contiguous(), []
     path = folder / "turned.safetensors"
     sha256 = proofs.write_safetensors(path, {"w.weight": square.T.numpy()})
+    attrs: Any
     for attrs in ({"transposed": True}, {}):
         graph = proofs.Graph((ROWS, OUTPUTS))
         x = graph.add("input", [], (ROWS, OUTPUTS))
