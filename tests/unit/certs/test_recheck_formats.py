@@ -102,7 +102,7 @@ def test_exact_rounding_agrees_with_numpy(value: float, name: str) -> None:
 # --- the formats that a record of numerics states -------------------------------------------------
 
 
-def limits(scale: str, kind: str = "int8", **stated: float) -> Any:
+def limits(scale: str, kind: Any = "int8", **stated: float) -> Any:
     """Return numerics with limits of dynamic scales."""
     numbers = {name: value.hex() for name, value in stated.items()}
     return proofs.numerics(activations={"format": kind, "scale": scale, **numbers})
