@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import rfc8785
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
@@ -668,7 +669,7 @@ def test_large_matrices_are_no_output(
 
 
 def test_functionals_of_no_finite_bound_are_refused(tmp_path: Path) -> None:
-    g, path, document = linear(tmp_path, format="float64")
+    _, path, document = linear(tmp_path, format="float64")
     document["functional"]["kind"] = "2"
     centre = proofs.array(np.full((2, 2), 2.0**1020))
     document["cases"][0]["region"]["centre"] = centre
@@ -678,6 +679,19 @@ def test_functionals_of_no_finite_bound_are_refused(tmp_path: Path) -> None:
             one["value"] = one["drift"] = (2.0**1023).hex()
     found = recheck(proofs.dump(document), path)
     assert found.reason == "bound/not-finite"
+
+
+def test_process_that_flushes_subnormals_derives_nothing(good: tuple[Document, Path]) -> None:
+    """Rounding to the next double would be lost near zero."""
+    document, path = good
+    if torch.set_flush_denormal(True):  # a processor may have no such mode
+        try:
+            found = recheck(proofs.dump(document), path)
+        finally:
+            torch.set_flush_denormal(False)
+        assert (found.ok, found.reason) == (False, "internal")
+        assert "flushes subnormal numbers" in found.detail
+    assert recheck(proofs.dump(document), path).ok
 
 
 def test_derivations_that_bypass_the_parser_are_refused(good: tuple[Document, Path]) -> None:
