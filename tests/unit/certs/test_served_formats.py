@@ -353,6 +353,27 @@ def test_inputs_multiplied_before_torchao_are_refused(name: str) -> None:
         served(config, parts, told).matrix("w.weight")
 
 
+@pytest.mark.parametrize(
+    ("form", "other"),
+    [
+        ("fp8 channel", "int8 channel"),
+        ("int8 channel", "fp8 channel"),
+        ("modelopt fp8 channel", "modelopt int8"),
+        ("modelopt int8", "modelopt fp8 channel"),
+    ],
+)
+def test_bytes_are_of_the_type_of_the_configuration(form: str, other: str) -> None:
+    """A loader that copies them into the stated type converts them: 127 becomes 128 in E4M3."""
+    config, parts, told = written(form)
+    fives = {**parts, "weight": parts["weight"].float().to(torch.float8_e5m2)}
+    for changed in (written(other)[1], fives):
+        with pytest.raises(Rejected, match="does not state bytes of") as rejected:
+            served(config, changed, told).matrix("w.weight")
+        assert rejected.value.reason == TENSOR
+        with pytest.raises(Refusal, match="its type is"):
+            by_prover(config, changed, told)
+
+
 OPTIONAL = ("input_scale", "activation_scale", "input_scale_ub")
 
 
