@@ -156,6 +156,8 @@ def relu_network(
     for node, state in states(graph, kernels, centre, radius):
         witness[node.name] = float(state.train.mag().amax()), float(state.drift.mag().amax())
         if reading is None:
+            if node.op != "input":
+                raise NoBound(node.name, "the block is no chain of linears and ReLU")
             nothing = torch.zeros_like(centre).reshape(-1, node.shape[-1])
             reading = _Reading(kernels, nodes, LayerRoundings(nothing, nothing))
             reading.store(node, state)

@@ -186,12 +186,14 @@ class _Stated:
 
     `grids` are the places of scales: "tensor", "channel", "group" with its width (0: any), or
     "block". `symmetric`: no matrix has zero points, or (False) each has. `by_index`: each matrix
-    has an index of groups, or (False) none has. None: either.
+    has an index of groups, or (False) none has. None: either. `types` are those of the codes,
+    "int" or "float".
     """
 
     grids: tuple[tuple[str, int], ...]
     symmetric: bool | None = True
     by_index: bool | None = False
+    types: tuple[str, ...] = ("int",)
 
 
 def _stated(groups: Sequence[Mapping[str, Any]]) -> _Stated:
@@ -211,7 +213,8 @@ def _stated(groups: Sequence[Mapping[str, Any]]) -> _Stated:
         grids.append((str(strategy), int(size or 0) if strategy == "group" else 0))
     orders = [str(one.get("actorder")).lower() in ("true", "group", "dynamic") for one in groups]
     even = [allow(one, "symmetric", (True, False), True) for one in groups]
-    return _Stated(tuple(dict.fromkeys(grids)), _all_alike(even), _all_alike(orders))
+    types = tuple(str(one.get("type")) for one in groups)
+    return _Stated(tuple(dict.fromkeys(grids)), _all_alike(even), _all_alike(orders), types)
 
 
 def _all_alike(values: Sequence[bool]) -> bool | None:
@@ -227,10 +230,12 @@ def _with(
 def _decode_scaled(
     read: Reader, base: str, kinds: Mapping[str, Any], *, stated: _Stated
 ) -> QuantisedWeight:
-    """Return float8 or int8 codes times scales per tensor, channel, group or block."""
+    """Return float8 or int8 codes times scales per tensor, channel, group or block. Refuse codes of
+    another type than the configuration states: loaders that copy them there convert them."""
     name = f"{base}.weight"
-    form = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}.get(kinds[name])
-    need(form is not None, name, f"it is stored as {kinds[name]}")
+    codes = {"float": ("F8_E4M3", "fp8_e4m3"), "int": ("I8", "int8")}
+    form = dict(codes[one] for one in stated.types).get(kinds[name])
+    need(form is not None, name, f"it is stored as {kinds[name]}, its type is {stated.types[0]}")
     code = read(name).to(torch.float32)
     need(code.dim() == 2, name, "it is no matrix")
     zero = None
@@ -419,7 +424,8 @@ def modelopt_scheme(config: Mapping[str, Any]) -> Scheme:
     else:
         grid = ("tensor" if kind == "FP8" else "channel", 0)
     bits = 4 if kind == "W4A16_AWQ" else 8
-    decode = _with(decode, _Stated((grid,)))
+    types = ("float",) if kind.startswith("FP8") else ("int",)
+    decode = _with(decode, _Stated((grid,), types=types))
     return Scheme(f"modelopt {kind}", "weight", ("weight_scale",), decode, bits)
 
 

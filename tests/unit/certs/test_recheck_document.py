@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import base64
 import copy
+import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 import pytest
 import rfc8785
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.reading import canonical
+from kcdsl_certs.recheck.interval import parameters
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.rationals.exact import recheck_exactly
 
@@ -596,3 +602,109 @@ def test_hints_outside_the_affine_domain_are_refused(good: tuple[Document, Path]
     del document["cases"][0]["domain"]
     with pytest.raises(Rejected, match="passes"):
         parse(proofs.dump(document))
+
+
+@pytest.mark.parametrize("part", [(2, 3), (5, 1), (-1, 1), (0, 0), (0, -1)])
+def test_parts_without_a_case_are_refused(
+    good: tuple[Document, Path], part: tuple[int, int]
+) -> None:
+    """No case at all would follow."""
+    document, path = good
+    assert recheck(proofs.dump(document), path, (1, 2)).ok
+    found = recheck(proofs.dump(document), path, part)
+    assert (found.ok, found.reason) == (False, "document/cases")
+    assert "no case is part" in found.detail
+
+
+def linear(folder: Path, *, format: str = "float32") -> tuple[Any, Path, Document]:
+    """Return a graph of a linear with a mask, its checkpoint in bfloat16, and a proof."""
+    g = proofs.Graph((2, 2))
+    w = np.array([[1.0, 0.5], [0.25, 1.0]], dtype=np.float32)
+    g.add("linear", [g.add("input", [], (2, 2)), g.param("w", w)], (2, 2))
+    g.constant("mask", np.ones((2, 2), dtype=bool))
+    g.output = "n2_linear"
+    path = folder / "model.safetensors"
+    path.write_bytes(save({"w": w.astype(ml_dtypes.bfloat16)}))
+    side = proofs.numerics(format, accumulate=format)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return g, path, proofs.document(g, side, side, sha256, np.ones((2, 2)))
+
+
+def stated(g: Any, document: Document) -> bytes:
+    """Return a proof about the graph as it is now."""
+    numerics, sha256 = document["numerics"], document["checkpoint"]["sha256"]
+    changed = proofs.document(g, numerics["train"], numerics["infer"], sha256, np.ones((2, 2)))
+    changed["cases"][0]["domain"] = document["cases"][0].get("domain", "interval")
+    return cast(bytes, proofs.dump(changed))
+
+
+@pytest.mark.parametrize("domain", ["interval", "affine", "planes", "affine+planes"])
+@pytest.mark.parametrize("op", ["", "add", "mul"])
+def test_masks_are_not_read_as_numbers(tmp_path: Path, op: str, domain: str) -> None:
+    g, path, document = linear(tmp_path)
+    document["cases"][0]["domain"] = domain
+    assert recheck(stated(g, document), path).ok
+    if op:
+        g.add(op, ["n2_linear", "n3_constant"], (2, 2))
+    else:
+        g.output = "n3_constant"
+    found = recheck(stated(g, document), path)
+    assert found.reason == "rule/mask"
+    assert "a mask is read as numbers" in found.detail
+
+
+@pytest.mark.parametrize("domain", ["interval", "planes"])
+def test_large_matrices_are_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, domain: str
+) -> None:
+    """Only their magnitudes are known."""
+    monkeypatch.setattr(parameters, "_LARGE", 0)
+    g, path, document = linear(tmp_path)
+    document["cases"][0]["domain"] = domain
+    assert recheck(stated(g, document), path).ok
+    g.output = "n1_param"
+    found = recheck(stated(g, document), path)
+    assert not found.ok
+    assert "a matrix of a linear is read as numbers" in found.detail
+
+
+def test_functionals_of_no_finite_bound_are_refused(tmp_path: Path) -> None:
+    _, path, document = linear(tmp_path, format="float64")
+    document["functional"]["kind"] = "2"
+    centre = proofs.array(np.full((2, 2), 2.0**1020))
+    document["cases"][0]["region"]["centre"] = centre
+    for case in document["cases"]:
+        case["claim"] = document["claim"] = (2.0**1023).hex()
+        for one in case["witness"]:
+            one["value"] = one["drift"] = (2.0**1023).hex()
+    found = recheck(proofs.dump(document), path)
+    assert found.reason == "bound/not-finite"
+
+
+def test_process_that_flushes_subnormals_derives_nothing(good: tuple[Document, Path]) -> None:
+    """Rounding to the next double would be lost near zero."""
+    document, path = good
+    if torch.set_flush_denormal(True):  # a processor may have no such mode
+        try:
+            found = recheck(proofs.dump(document), path)
+        finally:
+            torch.set_flush_denormal(False)
+        assert (found.ok, found.reason) == (False, "internal")
+        assert "flushes subnormal numbers" in found.detail
+    assert recheck(proofs.dump(document), path).ok
+
+
+def test_derivations_that_bypass_the_parser_are_refused(good: tuple[Document, Path]) -> None:
+    proof = parse(proofs.dump(good[0]))
+    doubles, case = Derivation(proof, read(good[1]).tensors), proof.cases[0]
+    rows = replace(case, region=replace(case.region, kind="rows"))
+    affine = replace(rows, domain="affine", region=replace(rows.region, longest=4))
+    for changed in (rows, affine):
+        with pytest.raises(Rejected, match="of the interval domain") as rejected:
+            doubles.problem(changed)
+        assert rejected.value.reason == "document/region"
+    (digest,) = proof.graphs
+    blocks = {digest: replace(proof.graphs[digest], output="nowhere")}
+    with pytest.raises(Rejected, match="the output is not a node") as rejected:
+        Derivation(replace(proof, graphs=blocks), read(good[1]).tensors).derive(case)
+    assert rejected.value.reason == "graph/order"

@@ -1,4 +1,4 @@
-"""Rounding to a format compared with ml_dtypes, and exact rounding with numpy."""
+"""Rounding to a format compared with ml_dtypes, exact rounding with numpy, and stated formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.interval.quantisers import given as given_scales
 from kcdsl_certs.recheck.numerics.formats import FORMATS, nearest
+from kcdsl_certs.recheck.numerics.specification import parse_kernel
+from tests.support import proofs
 from tests.support.rationals import cells
 
 DTYPES: dict[str, Any] = {
@@ -93,3 +97,59 @@ def test_exact_rounding_agrees_with_numpy(value: float, name: str) -> None:
         assert np.isinf(found)
     else:
         assert Fraction(float(found)) == exact
+
+
+# --- the formats that a record of numerics states -------------------------------------------------
+
+
+def limits(scale: str, kind: Any = "int8", **stated: float) -> Any:
+    """Return numerics with limits of dynamic scales."""
+    numbers = {name: value.hex() for name, value in stated.items()}
+    return proofs.numerics(activations={"format": kind, "scale": scale, **numbers})
+
+
+def scaled(kind: str, scale: str, form: str = "float16") -> Any:
+    """Return numerics whose scales of weights are stored in a format."""
+    stated = {"format": kind, "scale": scale, "scale_format": form}
+    return proofs.numerics() | {"weights": stated}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (proofs.numerics(quantisers={}), "quantisers of no tensor"),
+        (scaled("float32", "none"), "'none' scales have no 'scale_format'"),
+        (scaled("fp8_e4m3", "none"), "'none' scales have no 'scale_format'"),
+        (scaled("fp8_e4m3", "mx"), "'mx' scales have no 'scale_format'"),
+        (scaled("fp8_e4m3", "block_128_e8m0"), "'block_128_e8m0' scales have no 'scale_format'"),
+        (scaled("fp4_e2m1", "nvfp4"), "'nvfp4' scales have no 'scale_format'"),
+        (limits("per_batch"), "a limit of dynamic scales where it has no meaning"),
+        (limits("per_batch", least_scale=1.0, amax_limit=2.0), "a limit of dynamic scales where"),
+        (limits("per_token", batch_amax=1.0), "a limit of dynamic scales where"),
+        (limits("mx", "fp8_e4m3", amax_limit=1.0), "a limit of dynamic scales where"),
+        (limits("none", "fp8_e4m3", amax_limit=1.0), "a limit of dynamic scales where"),
+        (limits("none", "none", amax_limit=1.0), "a limit of dynamic scales where"),
+        (limits("per_token", "uint8", least_scale=1.0), "a limit of dynamic scales where"),
+        *(
+            (limits("per_batch", **{"batch_amax": 1.0, name: value}), "a limit of dynamic scales")
+            for name in ("least_scale", "amax_limit", "batch_amax")
+            for value in (0.0, -1.0, 0.1, 2.0**-101, 2.0**25, float("inf"), float("nan"))
+        ),
+    ],
+)
+def test_numerics_without_a_meaning_are_rejected(record: Any, message: str) -> None:
+    with pytest.raises(Rejected, match=message) as rejected:
+        parse_kernel(record, "numerics")
+    assert rejected.value.reason == "document/numerics"
+
+
+def test_limits_of_dynamic_scales_are_parsed() -> None:
+    kernel = parse_kernel(limits("per_batch", batch_amax=4.0, least_scale=0.5), "numerics")
+    assert (kernel.least_scale, kernel.amax_limit, kernel.batch_amax) == (0.5, np.inf, 4.0)
+    assert parse_kernel(scaled("int8", "per_channel"), "numerics").scale_format.name == "float16"
+
+
+def test_static_scales_that_are_not_there_are_refused() -> None:
+    kernel = parse_kernel(proofs.numerics(activations=("int8", "per_token")), "numerics")
+    with pytest.raises(Rejected, match="there are no static scales"):
+        given_scales(kernel, "w.weight", (2, 4))

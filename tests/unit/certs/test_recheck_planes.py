@@ -14,7 +14,7 @@ import pytest
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
-from kcdsl_certs.recheck.bounds_walk import derive
+from kcdsl_certs.recheck.bounds_walk import derive, walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.graph import Node
@@ -161,6 +161,38 @@ def test_linear_bounds_refuse_any_length(base: tuple[Document, Path]) -> None:
         }
 
     assert outcome(base, edit)[0] == "document/domain"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("attention, interval, static caches", "planes do not cover a quantised cache"),
+        ("residual, interval, quantised tensors", "planes do not cover quantised tensors"),
+    ],
+)
+def test_linear_bounds_refuse_quantised_values(tmp_path: Path, name: str, message: str) -> None:
+    document, path, _ = made(name, tmp_path)
+    assert recheck(proofs.dump(document), path).ok
+    document["cases"][0]["domain"] = "planes"
+    found = recheck(proofs.dump(document), path)
+    assert found.reason == "document/domain"
+    assert message in found.detail
+
+
+def test_deviations_of_no_finite_bound_are_refused(base: tuple[Document, Path]) -> None:
+    """An infinite entry of a tape would make later bounds NaN."""
+    proof = parse(proofs.dump(base[0]))
+    walked = walk(Derivation(proof, read(base[1]).tensors).problem(proof.cases[0]))
+    tape, entry = walked.tape, walked.tape.entries[0]
+    assert tape.add(entry) == len(tape.entries) - 1
+    for number in (np.inf, np.nan):
+        with pytest.raises(Rejected, match="no finite bound") as rejected:
+            tape.add(replace(entry, reference=entry.reference * number))
+        assert rejected.value.reason == "bound/not-finite"
+        wide = Box(entry.e.lo, entry.e.hi + number)
+        for changed in (replace(entry, e=wide), replace(entry, d=wide)):
+            with pytest.raises(Rejected, match="no finite bound"):
+                tape.add(changed)
 
 
 @pytest.mark.parametrize("what", ["drift", "rho"])

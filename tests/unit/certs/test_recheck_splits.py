@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from hypothesis import strategies as st
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.linear_bounds.constraints import replay
 from kcdsl_certs.recheck.linear_bounds.splits import leaves_of, recheck_split
+from kcdsl_certs.recheck.split_walk import walk
 from tests.support import proofs
 from tests.support.mutation.trials import exceeded
 from tests.support.plane_blocks import feed_forward, perceptron
 from tests.support.proofs import array
-from tests.support.split_blocks import LEAF, prover, stated
+from tests.support.split_blocks import LEAF, prover, scene_of, stated
 
 Document = dict[str, Any]
 Edit = Callable[[Document], None]
@@ -216,7 +219,49 @@ def twice(rng: np.random.Generator) -> Any:
     return feed_forward(rng, ROWS, 2, layers=2)
 
 
-@pytest.mark.parametrize("build", [branching, followed, smooth, turned, twice])
+def shifted_late(rng: np.random.Generator) -> Any:
+    """Return a block that adds a parameter after a ReLU."""
+    g = perceptron(rng, (2, 2))
+    relu = g.add("relu", [g.output], (ROWS, 2))
+    g.add("add", [relu, g.param("late", rng.standard_normal(2))], (ROWS, 2))
+    return g
+
+
+def shifted_by_rows(rng: np.random.Generator) -> Any:
+    g = perceptron(rng, (2, 3, 2))
+    g.add("add", [g.output, g.param("rows", rng.standard_normal((ROWS, 2)))], (ROWS, 2))
+    return g
+
+
+def shifted_by_one(rng: np.random.Generator) -> Any:
+    g = perceptron(rng, (2, 3, 2))
+    g.add("add", [g.output, g.param("one", rng.standard_normal((ROWS, 1)))], (ROWS, 2))
+    return g
+
+
+def still(rng: np.random.Generator) -> Any:
+    """Return a block that does not read its input."""
+    g = proofs.Graph((ROWS, 2))
+    y = g.add("relu", [g.param("p", rng.standard_normal((ROWS, 2)))], (ROWS, 2))
+    g.add("linear", [y, g.param("w", rng.standard_normal((2, 2)))], (ROWS, 2))
+    return g
+
+
+def summed(rng: np.random.Generator) -> Any:
+    """Return a block that adds parameters and does not read its input."""
+    g = proofs.Graph((ROWS, 2))
+    parts = [g.param(name, rng.standard_normal((ROWS, 2))) for name in ("p", "q")]
+    g.add("add", parts, (ROWS, 2))
+    return g
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(branching, followed, smooth, turned, twice),
+        *(shifted_late, shifted_by_rows, shifted_by_one, still, summed),
+    ],
+)
 def test_blocks_other_than_relu_networks_admit_no_splits(tmp_path: Path, build: Any) -> None:
     """Both programs refuse a block that is not a sequence of linears and ReLUs."""
     from kcdsl_backends.drift.boxes import NoBound
@@ -230,6 +275,28 @@ def test_blocks_other_than_relu_networks_admit_no_splits(tmp_path: Path, build: 
     assert recheck(proofs.dump(document), path).reason == "document/domain"
     with pytest.raises(NoBound):
         prover(graph, PAIR, CENTRE, RADIUS)
+
+
+def test_blocks_on_token_ids_admit_no_splits(tmp_path: Path) -> None:
+    g = proofs.Graph(None)
+    table = g.param("table", np.random.default_rng(6).standard_normal((4, 2)))
+    g.add("embedding", [table], (ROWS, 2), ids=[1, 3])
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, g.tensors)
+    document = proofs.document(g, *PAIR, sha256, CENTRE, ids=[1, 3])
+    assert recheck(proofs.dump(document), path).ok
+    document["cases"][0] |= {"domain": "splits", "splits": [text(LEAF)] * ROWS}
+    found = recheck(proofs.dump(document), path)
+    assert (found.reason, found.detail[-9:]) == ("document/domain", "token ids")
+
+
+def test_splits_refuse_unsupported_scenes_directly(base: tuple[Document, Path]) -> None:
+    """A caller that bypasses the parser gets no layers either."""
+    scene = scene_of(*base)
+    zero = np.zeros(CENTRE.shape)
+    for change in ({"drift": Box(zero, zero)}, {"rho": Fraction(1, 1000)}):
+        with pytest.raises(Rejected, match="no rule for any length, weight balls, chains"):
+            walk(replace(scene, **change))
 
 
 @st.composite
@@ -315,6 +382,30 @@ def test_underflowing_functionals_prove_nothing(network: Any, limit: Fraction) -
 def test_mismatched_shapes_are_rejected(network: Any, facts: Any, second: Any) -> None:
     with pytest.raises(Rejected) as rejected:
         split(network, facts, second=second)
+    assert rejected.value.reason == "document/splits"
+
+
+@pytest.mark.parametrize("number", [2.0**100, np.inf, np.nan])
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_networks_of_too_large_numbers_are_rejected(
+    number: float, second: bool, bias: bool
+) -> None:
+    large = [([[1.0]], [number])] if bias else [([[number]], [0.0])]
+    networks: Any = ([ONE], large) if second else (large, None)
+    with pytest.raises(Rejected, match="layer 0 has numbers that are too large") as rejected:
+        split(networks[0], SAFE, second=networks[1])
+    assert rejected.value.reason == "bound/not-finite"
+
+
+@pytest.mark.parametrize(
+    "network",
+    [[ONE] * 33, [([[1.0]] * 4097, [0.0] * 4097), ([[1.0] * 4097], [0.0])]],
+)
+def test_networks_beyond_the_limits_are_rejected(network: Any) -> None:
+    assert split(network[:32] if len(network) > 2 else [ONE], SAFE) == 1
+    with pytest.raises(Rejected, match="the networks are too large") as rejected:
+        split(network, SAFE)
     assert rejected.value.reason == "document/splits"
 
 

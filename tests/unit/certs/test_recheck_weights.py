@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +16,7 @@ import torch
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.graphs.graph import Block, Node, array_digest
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.interval import box
@@ -21,10 +25,12 @@ from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.parameters import Parameters
 from kcdsl_certs.recheck.interval.state import DriftProblem, State, StoredMatrix
 from kcdsl_certs.recheck.interval.tensors import Tensor, as_float32
+from kcdsl_certs.recheck.interval.weight_ball import both
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.recheck.ops.leaves import parameter_value
 from kcdsl_certs.recheck.ops.linear.linear import linear_interval
+from tests.support import proofs
 from tests.support.rationals.weights import RationalParameters
 
 CODES: dict[str, Any] = {
@@ -190,6 +196,25 @@ def test_invalid_weights_are_refused(tier: Any) -> None:
         tier({"w": tensor(np.ones(2, dtype=np.int64), "I64")}, {"w": "0" * 64})
 
 
+@pytest.mark.parametrize("shape", [(4,), (1, 4, 4), ()])
+def test_weights_of_linears_are_matrices(shape: tuple[int, ...]) -> None:
+    """Numpy would take the tiles of one number for those of all."""
+    w = np.ones(shape, dtype=np.float32)
+    for kind, scale in (("int8", "per_channel"), ("fp8_e4m3", "none"), ("int4_full", "group_128")):
+        with pytest.raises(Rejected, match="'w' is not a matrix") as rejected:
+            parameters(w).linear("w", kernel(kind, scale))
+        assert rejected.value.reason == "parameter/shape"
+        with pytest.raises(Rejected, match="'w' is not a matrix") as rejected:
+            both(w.astype(np.float64), Fraction(1, 1000), (kernel(kind, scale),) * 2, True, "w")
+        assert rejected.value.reason == "parameter/shape"
+
+
+def test_kernel_of_another_checkpoint_needs_it() -> None:
+    w = np.ones((2, 2), dtype=np.float32)
+    with pytest.raises(Rejected, match="there is no checkpoint of the inference kernel"):
+        parameters(w).linear("w", replace(kernel("float32", "none"), served=True))
+
+
 def test_other_dtypes_are_converted_to_float32() -> None:
     values = np.array([0.1, -3.0, 2.0**-140, 65504.0])
     half = values.astype(np.float16)
@@ -265,3 +290,80 @@ def test_large_matrices_are_checked_row_by_row(monkeypatch: pytest.MonkeyPatch, 
     w[4, 3] = np.nan
     with pytest.raises(Rejected, match="parameter/not-finite"):
         Parameters({"w": tensor(w, dtype)}, {"w": digest})
+
+
+def reason(tmp_path: Path, w: np.ndarray, infer: Any, *, rho: str = "", size: float = 1) -> str:
+    """Return the checker's answer to a proof of a linear, with a region around its weights."""
+    rows, columns = w.shape
+    graph = proofs.Graph((2, columns))
+    x = graph.add("input", [], (2, columns))
+    graph.add("linear", [x, graph.param("w", w)], (2, rows))
+    path, train = tmp_path / "model.safetensors", proofs.numerics("float32")
+    sha256 = proofs.write_safetensors(path, graph.tensors)
+    centre = np.full((2, columns), float(size))
+    document = proofs.document(graph, train, infer, sha256, centre)
+    if rho:
+        document["cases"][0]["region"]["weights"] = rho
+    found = recheck(proofs.dump(document), path)
+    return f"{found.reason}: {found.detail}"
+
+
+LATE = {"weights": {"format": "int8", "scale": "per_channel", "applied": "sums"}}
+HALVES = {"weights": {"format": "int8", "scale": "per_channel", "scale_format": "bfloat16"}}
+BYTES: Any = {"weights": ("int8", "per_channel"), "activations": ("uint8", "per_tensor")}
+COARSE = {"fraction_bits": 1, "chunk": 4, "result_bits": 4, "promote": 0}
+
+
+@pytest.mark.parametrize(
+    ("infer", "size", "message"),
+    [
+        (proofs.numerics("float32") | LATE, 1.0, "parameter/scale: .* whose scales come late"),
+        (proofs.numerics("float32") | HALVES, 1.0, "parameter/scale: .* stored as int8 per_chan"),
+        *(
+            (proofs.numerics("float32", weights=weights), 1.0, "parameter/scale: .* stored as")
+            for weights in (
+                ("fp4_e2m1", "nvfp4"),
+                ("int4_full", "group_128"),
+                ("uint4", "group_128"),
+            )
+        ),
+        *(
+            (proofs.numerics("float32", weights=(kind, "per_channel")), 2.0**-145, "is too small")
+            for kind in ("int8", "fp8_e4m3")
+        ),
+        (proofs.numerics("float16"), 65500.0, "parameter/overflow: .* may overflow float16"),
+        (proofs.numerics("float32", weights=("fp8_e4m3", "none")), 447.9, "may overflow fp8_e4m3"),
+        (
+            proofs.numerics("float32", byte_sums="int16_pairs", **BYTES),
+            1.0,
+            "rule/weight: .* a weight that is not known",
+        ),
+    ],
+)
+def test_regions_around_weights_without_a_rule_are_refused(
+    tmp_path: Path, infer: Any, size: float, message: str
+) -> None:
+    w = np.full((4, 8), size, dtype=np.float32)
+    assert reason(tmp_path, w, infer, size=2.0**-10).startswith("ok")
+    assert re.search(message, reason(tmp_path, w, infer, rho="0.05", size=2.0**-10))
+
+
+@pytest.mark.parametrize(
+    ("infer", "size", "message"),
+    [
+        (proofs.numerics("float16", shards=2), 127.9, "a sum of parts may overflow float16"),
+        (
+            proofs.numerics("float32", accumulate="float16", tensor_core={
+                "linears": COARSE, "others": COARSE
+            }),
+            127.0,
+            "a sum of a matrix unit may overflow",
+        ),
+    ],
+)  # fmt: skip
+def test_sums_that_may_overflow_are_refused(
+    tmp_path: Path, infer: Any, size: float, message: str
+) -> None:
+    w = np.full((4, 8), 64.0, dtype=np.float32)
+    assert reason(tmp_path, w, infer, size=1).startswith("ok")
+    assert re.search(f"bound/overflow: .*{message}", reason(tmp_path, w, infer, size=size))

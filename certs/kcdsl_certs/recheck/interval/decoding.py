@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval.tensors import Singles, Tensor, integers, numbers
 
+_BYTES = {"float": "F8_E4M3", "int": "I8"}
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
 
@@ -101,7 +102,8 @@ def modelopt(served: Parts, base: str) -> Decoded:
     if method.get("has_zero_point") not in (False, None):
         raise Rejected("served/method", f"zero points of {str(kind)[:40]!r}")
     if kind in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16"):
-        return _bytes(served, base, [{"strategy": "tensor" if kind == "FP8" else "channel"}])
+        said = {"strategy": "tensor" if kind == "FP8" else "channel"}
+        return _bytes(served, base, [{**said, "type": "int" if kind == "W8A16" else "float"}])
     if kind != "W4A16_AWQ":
         raise Rejected("served/method", f"the algorithm {str(kind)[:40]!r} is not known")
     stored = served.part(base, "weight")
@@ -160,9 +162,12 @@ def _apart(group: Mapping[str, Any], form: object) -> bool:
 
 
 def _bytes(served: Parts, base: str, said: Sequence[Mapping[str, Any]]) -> Decoded:
-    tensor = served.part(base, "weight")
-    kind = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2", "I8": "int8"}[tensor.dtype]
-    zeros = None
+    """Return bytes times scales. Bytes of another type than the configuration states raise
+    ValueError: loaders that copy them into the stated type convert them."""
+    tensor, zeros = served.part(base, "weight"), None
+    if tensor.dtype not in {_BYTES[one["type"]] for one in said}:
+        raise ValueError(f"the configuration does not state bytes of {tensor.dtype}")
+    kind = "int8" if tensor.dtype == "I8" else "fp8_e4m3"
     if served.has(base, "weight_zero_point"):
         zeros = numbers(served.part(base, "weight_zero_point"))
     return _product(numbers(tensor), served, base, kind, said, zeros)
@@ -353,8 +358,8 @@ def awq(served: Parts, base: str) -> Decoded:
     )
     if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
         raise ValueError("the scales do not fit")
-    groups = _groups(served, base, method, len(codes))
-    if len(codes) % len(scales):
+    groups, size = _groups(served, base, method, len(codes)), method.get("group_size")
+    if size not in (None, -1) and len(codes) % size:
         raise ValueError("the groups do not fit")
     less = codes - zeros[groups]
     value = less.astype(np.float32) * scales[groups]
