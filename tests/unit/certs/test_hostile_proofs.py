@@ -264,3 +264,90 @@ def test_memory_estimate_is_a_lower_bound(good: tuple[Document, Path]) -> None:
     most = max(node.shape[0] * node.shape[-1] for node in block.nodes) * 48
     assert most / 4 <= boxes(block) <= 48 * sum(int(np.prod(n.shape)) for n in block.nodes)
     assert available() > 2**28
+
+
+# --- graphs that no exporter writes ---------------------------------------------------------------
+
+Build = Callable[[proofs.Graph, str], object]
+SHAPE = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the checkpoints of this module."""
+    return tmp_path_factory.mktemp("graphs")
+
+
+def proof_of(
+    folder: Path,
+    build: Build,
+    domain: str = "interval",
+    *,
+    centre: Any = 0.0,
+    radius: float = 1.0,
+    behind: bool = False,
+    rho: str | None = None,
+    chance: int | None = None,
+    **kernel: Any,
+) -> tuple[Document, Path]:
+    """Return a proof about a built graph and its checkpoint.
+
+    With `behind` the graph has a norm before, which only affine forms bound: the interval domain
+    ends there, and the rules of affine forms see the rest alone.
+    """
+    graph = proofs.Graph(SHAPE)
+    x = graph.add("input", [], SHAPE)
+    if behind:
+        one = graph.add("shift", [graph.add("sub", [x, x], SHAPE)], SHAPE, offset=1.0)
+        graph.add("rms_norm", [one], SHAPE, eps=0.0)
+    build(graph, x)
+    path = folder / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, graph.tensors or {"unread": np.zeros(1)})
+    numerics, middle = proofs.numerics(**kernel), np.broadcast_to(np.asarray(centre), SHAPE)
+    document = proofs.document(graph, numerics, numerics, sha256, middle, radius)
+    case = document["cases"][0]
+    case["domain"] = domain
+    if rho is not None:
+        case["region"]["weights"] = rho
+    if chance is not None:
+        case["chance"] = {"alpha": "0.05", "functionals": chance}
+    return document, path
+
+
+def square(g: proofs.Graph) -> str:
+    return g.param("w", np.eye(4))
+
+
+def versions(names: tuple[str, str, str]) -> Build:
+    """Return the builder of two results that are each read in several versions: a small one, whose
+    first reader has the second name, and a large one, which is the output after a linear."""
+
+    def build(g: proofs.Graph, x: str) -> str:
+        made = []
+        for op, operand, attrs in (
+            ("scale", x, {"factor": 1e-6}),
+            ("tanh", names[0], {}),
+            ("scale", x, {"factor": 100.0}),
+        ):
+            g.add(op, [operand], SHAPE, **attrs)
+            g.nodes[-1]["name"] = names[len(made)]
+            made.append(names[len(made)])
+        for op, read in (("gelu", made[0]), ("tanh", made[2]), ("gelu", made[2])):
+            g.add(op, [read], SHAPE)
+        return g.add("linear", [made[2], square(g)], SHAPE)
+
+    return build
+
+
+def test_names_of_readings_are_no_names_of_nodes(folder: Path) -> None:
+    """A reading of "a" by the second node would have the name of the stored value of the third."""
+    kernel: dict[str, Any] = {"compute": "bfloat16", "centre": 1.0, "radius": 2.0**-10}
+    document, path = proof_of(folder, versions(("a", "b", "c")), "affine", **kernel)
+    fine = recheck(proofs.dump(document), path)
+    assert fine.ok, fine
+    assert float.fromhex(fine.bound) > 0.5
+    for names in (("a", "b\x00", "a\x000\x00b"), ("a", "b", "a\x000\x00b"), ("a", "b", "c\x00")):
+        document, path = proof_of(folder, versions(names), "affine", **kernel)
+        outcome = recheck(proofs.dump(document), path)
+        assert (outcome.ok, outcome.reason) == (False, "graph/field"), outcome
+        assert "without NUL" in outcome.detail
