@@ -266,7 +266,7 @@ def test_memory_estimate_is_a_lower_bound(good: tuple[Document, Path]) -> None:
     assert available() > 2**28
 
 
-# --- graphs that no exporter writes ---------------------------------------------------------------
+# --- graphs that no exporter writes ----------------------------------------------------------------
 
 Build = Callable[[proofs.Graph, str], object]
 SHAPE = (2, 4)
@@ -314,8 +314,30 @@ def proof_of(
     return document, path
 
 
+def table(g: proofs.Graph, shape: tuple[int, ...] = (4,), value: float = 0.5) -> str:
+    return g.constant(f"table{len(g.nodes)}", np.full(shape, value, dtype=np.float32))
+
+
 def square(g: proofs.Graph) -> str:
     return g.param("w", np.eye(4))
+
+
+def row(g: proofs.Graph, x: str) -> str:
+    return g.reshape(g.slice(x, dim=0, start=0, stop=1), (4,))
+
+
+def number(g: proofs.Graph, x: str) -> str:
+    return g.reshape(g.slice(row(g, x), dim=0, start=0, stop=1), ())
+
+
+def of(op: str, *operands: Any, shape: tuple[int, ...] = SHAPE, **attrs: Any) -> Build:
+    """Return the builder of one operation on operands: "x", names or builders of others."""
+
+    def build(g: proofs.Graph, x: str) -> str:
+        made = [x if o == "x" else o(g, x) if o in (row, number) else o(g) for o in operands]
+        return g.add(op, made, shape, **attrs)
+
+    return build
 
 
 def versions(names: tuple[str, str, str]) -> Build:
@@ -323,18 +345,16 @@ def versions(names: tuple[str, str, str]) -> Build:
     first reader has the second name, and a large one, which is the output after a linear."""
 
     def build(g: proofs.Graph, x: str) -> str:
-        made = []
-        for op, operand, attrs in (
-            ("scale", x, {"factor": 1e-6}),
-            ("tanh", names[0], {}),
-            ("scale", x, {"factor": 100.0}),
-        ):
-            g.add(op, [operand], SHAPE, **attrs)
-            g.nodes[-1]["name"] = names[len(made)]
-            made.append(names[len(made)])
-        for op, read in (("gelu", made[0]), ("tanh", made[2]), ("gelu", made[2])):
+        def named(name: str, made: str) -> str:
+            g.nodes[-1]["name"] = name
+            return name
+
+        small = named(names[0], g.add("scale", [x], SHAPE, factor=1e-6))
+        named(names[1], g.add("tanh", [small], SHAPE))
+        large = named(names[2], g.add("scale", [x], SHAPE, factor=100.0))
+        for op, read in (("gelu", small), ("tanh", large), ("gelu", large)):
             g.add(op, [read], SHAPE)
-        return g.add("linear", [made[2], square(g)], SHAPE)
+        return g.add("linear", [large, square(g)], SHAPE)
 
     return build
 
@@ -351,3 +371,28 @@ def test_names_of_readings_are_no_names_of_nodes(folder: Path) -> None:
         outcome = recheck(proofs.dump(document), path)
         assert (outcome.ok, outcome.reason) == (False, "graph/field"), outcome
         assert "without NUL" in outcome.detail
+
+
+@pytest.mark.parametrize("domain", ["interval", "affine", "planes"])
+@pytest.mark.parametrize("functional", ["inf", "2", "no_flip"])
+def test_outputs_have_dimensions(folder: Path, domain: str, functional: str) -> None:
+    for build in (number, of("constant", shape=(), key="one"), of("neg", number, shape=())):
+        document, path = proof_of(folder, build, domain)
+        document["functional"]["kind"] = functional
+        if functional == "no_flip":
+            document["claim"] = document["cases"][0]["claim"] = "held"
+        outcome = recheck(proofs.dump(document), path)
+        assert (outcome.ok, outcome.reason) == (False, "graph/field"), outcome
+        assert "an output without dimensions" in outcome.detail
+
+
+def test_planes_have_no_rule_for_numbers_without_dimensions(folder: Path) -> None:
+    def scaled(g: proofs.Graph, x: str) -> str:
+        return g.add("mul", [g.add("neg", [table(g, ())], ()), x], SHAPE)
+
+    for domain in ("interval", "affine", "planes"):
+        document, path = proof_of(folder, scaled, domain)
+        outcome = recheck(proofs.dump(document), path)
+        assert outcome.ok == (domain != "planes"), outcome
+    assert outcome.reason == "document/domain"
+    assert "numbers without dimensions" in outcome.detail

@@ -278,6 +278,8 @@ def _check_order(block: Block, graph: Reader) -> None:
         seen.add(node.name)
     if block.output not in seen:
         raise Rejected("graph/order", f"{graph.place}: the output is not a node")
+    if not block.named[block.output].shape:
+        raise graph.fail("has an output without dimensions")
 
 
 Shape = tuple[int, ...]
