@@ -19,6 +19,8 @@ from kcdsl_certs.recheck.linear_bounds.context import DEVIATION, DRIFT, Context,
 from kcdsl_certs.recheck.linear_bounds.tape import FunctionalBatch, Slopes
 from kcdsl_certs.recheck.ops.table import operation_of
 
+_KNOWN = ("param", "constant")
+
 
 @dataclass(frozen=True, slots=True)
 class Derived:
@@ -50,6 +52,8 @@ def walk(problem: DriftProblem, hints: PlaneHints | None = None) -> Context:
         raise Rejected("document/domain", "planes do not cover quantised tensors")
     if any(node.op == "route" for node in problem.block.nodes):
         raise Rejected("document/domain", "planes do not cover routes of experts")
+    if any(not node.shape and node.op not in _KNOWN for node in problem.block.nodes):
+        raise Rejected("document/domain", "planes do not cover numbers without dimensions")
     errors: dict[str, tuple[Box, Box]] = {}
     context = Context(replace(problem, errors=errors), errors)
     if hints is not None:
@@ -86,7 +90,7 @@ class _Sharpener:
     def sharpen(self, name: str) -> None:
         """Bound the elements of a computed node once, in the rows that the hints name."""
         context, state = self._context, self._context.values[name]
-        known = context.nodes[name].op in ("param", "constant")
+        known = context.nodes[name].op in _KNOWN
         if name in self._done or known or not isinstance(state, State):
             return
         self._done.add(name)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kcdsl_certs.recheck import recheck
+from kcdsl_certs.recheck.affine import remainders
 from kcdsl_certs.recheck.graphs import reading
 from tests.support.chains import chained
 from tests.support.mutation.changes import Change, array_of, changes
@@ -654,3 +655,78 @@ def test_links_admit_no_probabilistic_bounds(
     more = {"domain": "affine", "chance": {"alpha": "0.001", "functionals": 2**20}}
     change = having(lambda document: links(document)[number].update(more))
     assert judged(request.getfixturevalue(base), change) == "document/field"
+
+
+def refused(base: Base, change: Callable[[Document], object]) -> tuple[str, str]:
+    """Return the reason and the detail of the rejection of a changed chain."""
+    document, checkpoint = copy.deepcopy(base[0]), base[1]
+    change(document)
+    outcome = recheck(json.dumps(document).encode(), checkpoint)
+    assert not outcome.ok
+    return outcome.reason, outcome.detail
+
+
+def test_inputs_of_links_have_the_shape_of_the_state(halves: Base) -> None:
+    def narrow(document: Document) -> None:
+        regraph(document, 1, lambda g: node(g, "input").update(shape=[1, 1]))
+
+    reason, detail = refused(halves, narrow)
+    assert reason == "chain/join"
+    assert "has an input of another shape" in detail
+
+
+def test_constants_of_chains_are_those_of_their_graph(halves: Base) -> None:
+    def unknown(document: Document) -> None:
+        case = document["cases"][0]
+        entry = copy.deepcopy(document["graphs"][case["graph"]])
+        node(entry["graph"], "constant")["attrs"]["key"] = "another"
+        case["graph"] = hashlib.sha256(reading.canonical(entry["graph"])).hexdigest()
+        document["graphs"][case["graph"]] = entry
+
+    reason, detail = refused(halves, unknown)
+    assert reason == "graph/field"
+    assert "there is no constant 'another'" in detail
+
+
+@pytest.mark.parametrize("side", ["train", "infer"])
+def test_underivable_distances_of_readings_are_rejected(halves: Base, side: str) -> None:
+    """Matching interfaces are useless if the readings of a link are farther apart."""
+
+    def closer(document: Document) -> None:
+        before, after = links(document)
+        for readings in (before["output"]["readings"], after["region"]["readings"]):
+            assert array_of(readings[side]).any()
+            readings[side] = moved(readings[side], lambda own: own * 0.5)
+
+    reason, detail = refused(halves, closer)
+    assert reason == "chain/output"
+    assert "readings may be farther apart" in detail
+
+
+@pytest.mark.parametrize("value", [False, 1, "true", None, {}, [True]])
+def test_ellipsoids_are_read_or_absent(halves: Base, value: object) -> None:
+    reason, detail = refused(halves, lambda d: links(d)[1]["region"].update(ellipsoids=value))
+    assert reason == "document/field"
+    assert "has ellipsoids that are not true" in detail
+
+
+@pytest.mark.parametrize("largest", [143, 144])
+def test_ellipsoids_beyond_the_limit_are_refused(
+    halves: Base, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ellipsoid of one row of 12 elements has 144 numbers."""
+    monkeypatch.setattr(remainders, "LARGEST", largest)
+
+    def asked(document: Document) -> None:
+        link = links(document)[1]
+        graph = document["graphs"][link["graph"]]["graph"]
+        silu = node(graph, "silu")
+        one = {"at": silu["name"], "of": silu["inputs"][0], "kind": "ellipsoid"}
+        link["passes"] = {"train": [], "infer": [{**one, "stop": "cut", "rows": [0, 1]}]}
+        link["region"]["ellipsoids"] = True
+        for each in links(document):
+            each["domain"] = "affine"
+
+    reason, detail = refused(halves, asked)
+    assert (reason == "document/passes") == (largest < 144), detail
+    assert ("are too large" in detail) == (largest < 144)

@@ -708,3 +708,122 @@ def test_derivations_that_bypass_the_parser_are_refused(good: tuple[Document, Pa
     with pytest.raises(Rejected, match="the output is not a node") as rejected:
         Derivation(replace(proof, graphs=blocks), read(good[1]).tensors).derive(case)
     assert rejected.value.reason == "graph/order"
+
+
+def held(document: Document) -> None:
+    """Claim that the largest element stays, as numbers."""
+    document["functional"]["kind"] = "no_flip"
+
+
+def by_chance(alpha: str, functionals: int = 9) -> Callable[[Document], None]:
+    chance = {"alpha": alpha, "functionals": functionals}
+    return put(*CASE, to=lambda case: {**case, "domain": "affine", "chance": chance})
+
+
+def bent(**more: Any) -> Callable[[Document], None]:
+    """Add hints of planes to a case."""
+    hints = {"met": [], "slopes": [], "searched": []} | more
+    return put(*CASE, to=lambda case: {**case, "domain": "planes", "planes": hints})
+
+
+NONE = proofs.array(np.zeros((6, 0), dtype=np.float32))
+SEARCHED = {"element": 0, "side": "above", "values": NONE}
+HINTED: dict[str, tuple[Callable[[Document], None], str, str]] = {
+    "a claim of no flip that is a number": (held, "document/field", "must claim 'held'"),
+    "chance without affine forms": (
+        put(*CASE, to=lambda case: {**case, "chance": {"alpha": "0.05", "functionals": 9}}),
+        "document/field",
+        "which only affine forms do",
+    ),
+    "no alpha": (by_chance("0"), "document/field", "an alpha above 0"),
+    "an alpha below 0": (by_chance("-0.01"), "document/field", "an alpha above 0"),
+    "an alpha above 1/20": (by_chance("0.051"), "document/field", "an alpha above 0"),
+    "an alpha of NaN": (by_chance("nan"), "document/field", "an alpha above 0"),
+    "an alpha in another spelling": (by_chance("1/20"), "document/field", "an alpha above 0"),
+    "functionals without end": (by_chance("0.05", 2**40 + 1), "document/field", "must not speak"),
+    "an element twice": (
+        bent(searched=[SEARCHED, SEARCHED]),
+        "document/planes",
+        "an element of the output twice",
+    ),
+    "values of another size": (
+        bent(searched=[{**SEARCHED, "values": {**NONE, "shape": [6, 1]}}]),
+        "document/planes",
+        "a size other than its shape",
+    ),
+    "values that are no array": (
+        bent(searched=[{**SEARCHED, "values": []}]),
+        "document/planes",
+        "must be an object",
+    ),
+    "trees beyond the limit": (
+        put(
+            *CASE,
+            to=lambda case: {
+                **case,
+                "domain": "splits",
+                "splits": 2 * [base64.b64encode(bytes(2**22 + 3)).decode()],
+            },
+        ),
+        "document/splits",
+        "more than 4194304 boxes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HINTED)
+def test_invalid_fields_of_domains_are_refused(good: tuple[Document, Path], name: str) -> None:
+    change, reason, detail = HINTED[name]
+    document = copy.deepcopy(good[0])
+    change(document)
+    with pytest.raises(Rejected) as caught:
+        parse(proofs.dump(document))
+    assert caught.value.reason == reason
+    assert detail in caught.value.detail
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_slopes_that_are_no_numbers_are_refused(value: float) -> None:
+    """Of a ReLU and of an element: each of the six slopes."""
+    graph = proofs.Graph((1, 2))
+    graph.add("relu", [graph.add("input", [], (1, 2))], (1, 2))
+    numerics = proofs.numerics()
+    document = proofs.document(graph, numerics, numerics, "0" * 64, np.zeros((1, 2)), 1.0)
+    document["cases"][0]["domain"] = "planes"
+    at = proofs.array(np.ones((1, 2), dtype=bool))
+    for slope in range(7):
+        bent = np.full((6, 2), 0.5, dtype=np.float32)
+        bent.flat[2 * slope + 1 : 2 * slope + 2] = value
+        values = proofs.array(bent)
+        for hints in (
+            {"slopes": [{"of": "n1_relu", "at": at, "values": values}], "searched": []},
+            {
+                "slopes": [{"of": "n1_relu", "at": at, "values": proofs.array(np.ones_like(bent))}],
+                "searched": [{"element": 1, "side": "below", "values": values}],
+            },
+        ):
+            document["cases"][0]["planes"] = {"met": [], **hints}
+            if slope == 6:
+                assert parse(proofs.dump(document)).cases[0].planes is not None
+                continue
+            with pytest.raises(Rejected, match=r"document/planes.*finite values"):
+                parse(proofs.dump(document))
+
+
+def test_larger_documents_are_not_read(tmp_path: Path) -> None:
+    outcome = recheck(bytes(2**28 + 1), tmp_path / "none")
+    assert (outcome.ok, outcome.reason) == (False, "document/size")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids"), [("ball", [6, 0, 6]), ("hull", [6, 0, 6]), ("points", [])]
+)
+def test_regions_of_token_ids_are_points(kind: str, ids: list[int]) -> None:
+    graph = proofs.Graph(None)
+    table = graph.param("table", np.ones((7, 4)))
+    graph.add("embedding", [table], (3, 4), ids=ids)
+    numerics = proofs.numerics()
+    document = proofs.document(graph, numerics, numerics, "0" * 64, np.zeros(()), ids=ids)
+    document["cases"][0]["region"]["kind"] = kind
+    with pytest.raises(Rejected, match="must be points with at least one id"):
+        parse(proofs.dump(document))

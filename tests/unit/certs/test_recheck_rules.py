@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,18 +14,28 @@ from hypothesis import strategies as st
 from mpmath import mp, mpf
 
 from kcdsl_certs.encoding.rejected import Rejected
+from kcdsl_certs.recheck.affine.form import Passes, Walk
+from kcdsl_certs.recheck.affine.tape import Tape
 from kcdsl_certs.recheck.graphs.graph import Block, Node
 from kcdsl_certs.recheck.graphs.reading import Reader
 from kcdsl_certs.recheck.interval import box, sums
 from kcdsl_certs.recheck.interval.box import Box
-from kcdsl_certs.recheck.interval.state import DriftProblem, Mask, State, gamma, reduce, stored
+from kcdsl_certs.recheck.interval.state import (
+    DriftProblem,
+    Mask,
+    Rows,
+    State,
+    gamma,
+    reduce,
+    stored,
+)
 from kcdsl_certs.recheck.numerics.formats import FLOAT32, FLOAT64, FORMATS
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
-from kcdsl_certs.recheck.ops import arithmetic, functions, norms, views
-from kcdsl_certs.recheck.ops.attention import context, probabilities, rope
+from kcdsl_certs.recheck.ops import arithmetic, functions, leaves, norms, views
+from kcdsl_certs.recheck.ops.attention import cache, context, probabilities, rope
 from kcdsl_certs.recheck.ops.attention.softmax import softmax_interval
-from kcdsl_certs.recheck.ops.linear import quantised_inputs
+from kcdsl_certs.recheck.ops.linear import quantised_inputs, quantised_tensors
 
 mp.dps = 60
 
@@ -351,6 +362,68 @@ def problem(train: KernelNumerics, infer: KernelNumerics) -> DriftProblem:
 
 def node(op: str, shape: tuple[int, ...], attrs: dict[str, Any] | None = None) -> Node:
     return Node("x", op, (), shape, Reader(attrs or {}, "x"), "")
+
+
+def test_input_has_the_shape_of_the_region_and_of_its_drift() -> None:
+    """Documents with other shapes are refused before: numpy would broadcast them."""
+    block = Block("none", (), "", {}, (2, 4))
+    wide, narrow = np.zeros((2, 4)), np.zeros((1, 4))
+    apart = box.exact(narrow)
+    base = replace(problem(kernel(), kernel()), block=block, centre=wide, radius=wide)
+    other, drifting = replace(base, centre=narrow), replace(base, drift=apart)
+
+    def formed(of: DriftProblem) -> Walk:
+        return Walk(of, of.train, Tape(wide), {}, frozenset(), Passes(None))
+
+    read = node("input", (2, 4))
+    assert leaves.source_interval(base, read, []).shape == (2, 4)
+    assert leaves.source_affine(formed(base), read, []).shape == (2, 4)
+    for wrong, what in ((other, "region"), (drifting, "drift")):
+        if wrong is other:
+            wrong = replace(wrong, radius=narrow)
+        with pytest.raises(Rejected, match=rf"graph/shape.*the {what} does not have the input's"):
+            leaves.source_interval(wrong, read, [])
+        with pytest.raises(Rejected, match=rf"graph/shape.*the {what} does not have the input's"):
+            leaves.source_affine(formed(wrong), read, [])
+
+
+def test_codes_have_no_rule_at_any_length() -> None:
+    """Graphs with them are refused before, as they have no marks of rows."""
+    where = replace(problem(kernel(), kernel()), rows=Rows(9, {}, {}))
+    still = State(box.zeros((1, 2)), box.zeros((1, 2)), box.zeros((1, 2)))
+    with pytest.raises(Rejected, match=r"bound/not-finite.*a cache of sequences"):
+        cache.cache_interval(where, node("cache", (1, 2), {"part": "keys", "source": ""}), [still])
+    with pytest.raises(Rejected, match=r"bound/not-finite.*a quantised tensor of sequences"):
+        quantised_tensors.tensor_interval(where, node("quantise", (1, 2), {"tensor": "t"}), [still])
+
+
+def test_roundings_of_a_softmax_may_exceed_doubles() -> None:
+    """The error before the cast to bfloat16 is just finite, and infinite with that of the cast."""
+    coarse, allowed = kernel(probabilities="bfloat16"), np.ones((1, 2), dtype=bool)
+    high = np.ones((1, 2))
+
+    def theta(spread: float) -> float:
+        scores = box.exact(np.array([[0.0, spread]]))
+        return float(probabilities.relative_rounding(coarse, scores, allowed).max())
+
+    finite, infinite = 1e9, 1e10
+    with pytest.raises(Rejected, match=r"bound/not-finite.*the rounding of a softmax"):
+        theta(infinite)
+    while infinite - finite > 1.0:
+        middle = (finite + infinite) / 2
+        try:
+            theta(middle)
+        except Rejected:
+            infinite = middle
+        else:
+            finite = middle
+    scores = box.exact(np.array([[0.0, finite]]))
+    with pytest.raises(Rejected, match=r"bound/not-finite.*the rounding of a softmax"):
+        probabilities.softmax_rounding(coarse, scores, high, allowed)
+    with pytest.raises(Rejected, match=r"bound/not-finite.*the rounding of a softmax"):
+        context._misplaced(coarse, np.array([[theta(finite)]]), 1)
+    scores = box.exact(np.array([[0.0, finite / 2]]))
+    assert probabilities.softmax_rounding(coarse, scores, high, allowed).max() > 1
 
 
 def test_relu_may_cut_off_a_part_of_a_drift() -> None:

@@ -227,15 +227,16 @@ class Walk:
         return replace(node, inputs=tuple(inputs))
 
     def reading(self, name: str, reader: tuple[Node, int] | None = None) -> str:
-        """Return the name of one reading of a node, by default of its stored value."""
+        """Return the name of one reading of a node, by default of its stored value.
+
+        Names of nodes have no NUL, so readings of different nodes have different names.
+        """
         if name not in self.versions:
             return name
         where = "" if reader is None else f"{reader[1]}\0{reader[0].name}"
         alias = f"{name}\0{where}"
         if alias in self.named:
             return alias
-        if any(alias == node.name for node in self.problem.block.nodes):
-            raise Rejected("graph/field", "a node has the name of a reading of another")
         form, version = form_of(self.forms[name]), self.versions[name]
         operands = () if form.place is None else ((form.place, _whole),)
         error_bound, own = raised(form.error_bound + version.own), raised(version.own) + TINY

@@ -193,6 +193,8 @@ def _node(value: object, place: str) -> Node:
     )
     name = record.text("name")
     record.place = f"{place} node {name[:80]!r}"
+    if "\0" in name:  # separates the parts of the names of readings (affine/form.py)
+        raise record.fail("must have a name without NUL")
     inputs = record.items("inputs")
     if not all(isinstance(i, str) for i in inputs):
         raise record.fail("'inputs' must be a list of names")
@@ -276,6 +278,8 @@ def _check_order(block: Block, graph: Reader) -> None:
         seen.add(node.name)
     if block.output not in seen:
         raise Rejected("graph/order", f"{graph.place}: the output is not a node")
+    if not block.named[block.output].shape:
+        raise graph.fail("has an output without dimensions")
 
 
 Shape = tuple[int, ...]

@@ -72,7 +72,7 @@ def source_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> S
     """
     node.attrs.exactly()
     if problem.centre is None or problem.radius is None or node.role:
-        raise Rejected("rule/input", "a block on token ids has no block input")
+        raise Rejected("rule/input", "a block input in a role, or of a block on token ids")
     centre = problem.centre
     if problem.rows is not None:
         centre = np.broadcast_to(centre, node.shape)  # the region has one row for all rows
@@ -177,7 +177,7 @@ def source_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
     node.attrs.exactly()
     centre, region = walk.problem.centre, walk.tape.region
     if centre is None or region is None or node.role:
-        raise Rejected("rule/input", "a block on token ids has no block input")
+        raise Rejected("rule/input", "a block input in a role, or of a block on token ids")
     if centre.shape != walk.problem.block.input_shape:
         raise Rejected("graph/shape", "the region does not have the input's shape")
     if walk.problem.drift is not None:

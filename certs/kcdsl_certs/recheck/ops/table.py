@@ -57,6 +57,8 @@ def computed(node: Node, rule: Callable[[], _Result]) -> _Result:
     """
     try:
         value = rule()
+    except IndexError:
+        raise Rejected("graph/shape", "an operand has too few dimensions") from None
     except ValueError as error:  # numpy refuses shapes that do not fit
         raise Rejected("graph/shape", str(error)[:200]) from None
     if value.shape != node.shape:
