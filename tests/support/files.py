@@ -11,8 +11,10 @@ def files_below(root: Path) -> tuple[Path, ...]:
     found: list[Path] = []
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if not _left_behind(name))
-        # In a second working tree of a repository, .git is a file.
-        found.extend(Path(folder, name) for name in sorted(names) if name != ".git")
+        # In a second working tree of a repository, .git is a file; a coverage run leaves its data.
+        found.extend(
+            Path(folder, name) for name in sorted(names) if name not in {".git", ".coverage"}
+        )
     return tuple(found)
 
 

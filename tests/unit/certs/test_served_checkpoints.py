@@ -161,7 +161,8 @@ def turned(folder: Path, *, also: bool = False) -> tuple[Document, Path]:
     """Return a proof that reads the weight transposed; with `also` a second case reads it as it
     is."""
     square, documents = WEIGHT[:, :OUTPUTS].contiguous(), []
-    path = folder / "turned.safetensors"
+    path = folder / "train" / "turned.safetensors"
+    path.parent.mkdir()
     sha256 = proofs.write_safetensors(path, {"w.weight": square.T.numpy()})
     attrs: Any
     for attrs in ({"transposed": True}, {}):

@@ -139,10 +139,12 @@ class Adjoint:
     def magnitudes(self, *radii: Tensor) -> list[Tensor]:
         """Return Σ |values|·radius [B] of several radii."""
         window = at(self.window)
-        each = torch.stack([r.expand(self.shape)[window].flatten() for r in radii], 1)
-        sizes = (values.abs().flatten(1) for values in in_cache(self.values))
-        found = torch.cat([size @ each for size in sizes])
-        return list(found.unbind(1))
+        each = [radius.expand(self.shape)[window].flatten() for radius in radii]
+        found = list[list[Tensor]]()
+        for values in in_cache(self.values):
+            sizes = values.abs().flatten(1)
+            found.append([sizes @ radius for radius in each])
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
     def each(self, radius: Tensor) -> Tensor:
         """Return |values|·radius of every element of the window [B, n]."""
