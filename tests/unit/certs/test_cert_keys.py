@@ -120,6 +120,13 @@ def test_key_in_another_encoding_or_of_another_kind_is_refused() -> None:
             "small-order: the public key has a part",
         ),
         ("03" + 31 * "00", "small-order: the public key has a part"),
+        # the neutral element, with which anyone can sign, and its other encodings
+        ("01" + 31 * "00", "small-order: the public key is a point"),
+        ("01" + 30 * "00" + "80", "encoding: the point is not encoded canonically"),
+        ("ee" + 30 * "ff" + "7f", "encoding: the point is not encoded canonically"),
+        # points of order 2 and 4
+        ("ec" + 30 * "ff" + "7f", "small-order: the public key is a point"),
+        (32 * "00", "small-order: the public key is a point"),
         ("02" + 31 * "00", "encoding: the bytes are no point of the curve"),
         ("02" + 30 * "00" + "80", "encoding: the bytes are no point of the curve"),
     ],
