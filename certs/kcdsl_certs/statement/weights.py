@@ -36,7 +36,7 @@ def index_of(checkpoint: Path) -> Path | None:
         return checkpoint if checkpoint.name.endswith(".index.json") else None
     names = set(os.listdir(checkpoint))
     single, several = SINGLE in names, INDEX in names
-    others = {INDEX, *(n for n in names if n.endswith(".safetensors"))} & names - {SINGLE}
+    others = [n for n in names if n == INDEX or (n.endswith(".safetensors") and n != SINGLE)]
     if single and others:
         detail = f"{shown(checkpoint.name)} has both {SINGLE} and {shown(min(others))}"
         raise Rejected("checkpoint/ambiguous", detail)
