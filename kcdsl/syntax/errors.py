@@ -4,14 +4,15 @@ Lark parses the text by the same grammar; at each unusable token the explanation
 is dropped, and parsing continues. An error within three tokens of another one is most probably its
 consequence and is left out, unless it is a sign of another language.
 
-A fix follows from the advice. What to change is decided in the decoded text of the expression, and
-mapped to the file: there, escapes, folds and indentation stand between its characters.
+An advice says which change it means. The change is decided in the decoded text of the expression,
+and mapped to the file: there, escapes, folds and indentation stand between its characters.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 
 from lark import Lark
@@ -29,8 +30,6 @@ _MOST_DROPPED = 100
 """Maximum number of tokens of one expression that are dropped; then parsing stops."""
 _APART = 3
 """Number of valid tokens after an error before another one is reported."""
-_INSTEAD = re.compile(r"write `[^`]+`")
-"""The advice for signs of other languages, which are mistakes in any place."""
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TOKEN = re.compile(r"\w+|[<>=!]=|[^\s\w]")
 
@@ -52,22 +51,22 @@ def build_lark() -> Lark:
 
 
 def explain(text: str, start: str, report: Callable[..., None]) -> None:
-    """Report every mistake by `report(code, message, begin, end, help)`, at least one."""
+    """Report every mistake by `report(code, message, begin, end, advice)`, at least one."""
     last: int | None = None
     found = dropped = 0
 
     def on_error(error: UnexpectedInput) -> bool:
         nonlocal last, found, dropped
-        begin, end, message, help = _explain(error, text)
-        foreign = help is not None and _INSTEAD.fullmatch(help) is not None
+        begin, end, message, advice = _explain(error, text)
+        foreign = advice is not None and advice.foreign
         apart = last is None or len(_TOKEN.findall(text, last, begin)) >= _APART
         if apart or (foreign and last is not None and begin >= last):
-            report(EXPRESSION_SYNTAX, message, begin, end, help)
+            report(EXPRESSION_SYNTAX, message, begin, end, advice)
             found += 1
         last = max(end, last or 0)
         dropped += 1
-        lost = help is not None and help.startswith("a region is ")  # its quantifier is not read
-        return found < _MOST and dropped < _MOST_DROPPED and not lost
+        final = advice is not None and advice.final
+        return found < _MOST and dropped < _MOST_DROPPED and not final
 
     try:
         build_lark().parse(text, start=start, on_error=on_error)
@@ -78,7 +77,7 @@ def explain(text: str, start: str, report: Callable[..., None]) -> None:
         report(EXPRESSION_SYNTAX, "the expression cannot be read", 0, len(text))
 
 
-def _explain(error: UnexpectedInput, text: str) -> tuple[int, int, str, str | None]:
+def _explain(error: UnexpectedInput, text: str) -> tuple[int, int, str, Advice | None]:
     """Return the range, the message and the advice for one error."""
     if isinstance(error, UnexpectedToken):
         expected = set(error.accepts or error.expected)
@@ -97,17 +96,56 @@ def _explain(error: UnexpectedInput, text: str) -> tuple[int, int, str, str | No
         return begin, begin + len(shown), message, advice
     begin = error.pos_in_stream or 0
     expected = set(error.allowed or ()) if isinstance(error, UnexpectedCharacters) else set()
-    length, help = advice_for_character(text, begin)
+    length, advice = advice_for_character(text, begin)
     shown = text[begin : begin + length]
     if shown[:1] in {'"', "'"}:
-        return begin, len(text.rstrip()), "the text is not closed", help
+        return begin, len(text.rstrip()), "the text is not closed", advice
     message = f"`{shown}` is not part of the language"
-    if expected and help is None:
+    if expected and advice is None:
         message += f"; expected {expected_words(expected)}"
-    return begin, begin + length, message, help
+    return begin, begin + length, message, advice
 
 
 # --- advice ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do about a mistake: a sentence, and the change that it means if there is only one."""
+
+    text: str
+    instead: str | None = None
+    """Text that replaces the characters of the mistake; an empty one removes them."""
+    missing: str | None = None
+    """Text to insert behind the last character before the mistake."""
+    certain: bool = False
+    """Whether the change means what the author meant, so that it may be made without a question."""
+    foreign: bool = False
+    """Whether this is a sign of another language, and so a mistake in any place."""
+    final: bool = False
+    """Whether nothing behind the mistake can be read."""
+
+    def fix(self, scalar: Scalar, places: ScalarMap, begin: int, end: int) -> Fix | None:
+        """Return the change of the characters `[begin, end)` of an expression, None if there is no
+        definite one, or if its text needs quotation marks."""
+        text = scalar.text
+        if self.instead is not None:
+            edit = Edit(places.span(begin, end), _apart(text, begin, end, self.instead))
+            title = f"write `{self.instead}`" if self.instead else f"remove `{text[begin:end]}`"
+            return Fix(title, (edit,), self.certain)
+        if self.missing is None:
+            return None
+        at = len(text[:begin].rstrip())
+        if self.missing == ")":
+            at = _argument_end(text, at)
+        if self.missing == ":" and scalar.style == "plain" and not _is_verbatim(places, at):
+            return None
+        edit = Edit(places.span(at, at), self.missing)
+        return Fix(f"add `{self.missing.strip()}`", (edit,), self.certain)
+
+
+def _write(word: str) -> Advice:
+    return Advice(f"write `{word}`", instead=word, certain=True, foreign=True)
 
 
 _WORDS = {
@@ -155,41 +193,48 @@ _BINDS = re.compile(r"\w+\s+in\b")
 _BINDING = ("forall", "exists")
 _JOINING = ("and", "or", "implies", "not", "in")
 
-_CHARACTERS: tuple[tuple[str, str], ...] = (
-    ("&&", "write `and`"),
-    ("||", "write `or`"),
-    ("&", "write `and`"),
-    ("|", "write `or`; a magnitude is `abs(...)`"),
-    ("^", "there are no powers; multiply instead"),
-    ("!", "write `not`"),
-    ("≤", "write `<=`"),
-    ("≥", "write `>=`"),
-    ("≠", "write `!=`"),
-    ("=>", "write `>=` for a bound, or `implies`"),
-    ("=<", "write `<=`"),
-    ("=", "write `==` for equality, or `<=`, `>=` for a bound"),
-    ("∀", "write `forall`"),
-    ("∃", "write `exists`"),
-    ("∈", "write `in`"),
-    ("∧", "write `and`"),
-    ("∨", "write `or`"),
-    ("¬", "write `not`"),
-    ("→", "write `implies`"),
-    ("⇒", "write `implies`"),
-    ("×", "write `*`"),
-    ("·", "write `*`"),
-    ("÷", "write `/`"),
-    ("−", "write the minus sign `-`"),
-    ("∞", "there is no infinite number; leave the clause out"),
-    ("‖", "write norm_2(...) or norm_inf(...)"),
-    ("µ", "write `us` for microseconds"),
-    ("{", "the language has no braces; lists are `[a, b]`"),
-    ("@", "the language has no `@`"),
-    (".", "a name holds letters, digits and `_`, and has no parts; a statistic is p99(kl)"),
-    ("“", 'use straight quotation marks: "text"'),
-    ("”", 'use straight quotation marks: "text"'),
-    ("'", "close the text with `'`"),
-    ('"', 'close the text with `"`'),
+_NO_POWERS = Advice("there are no powers; multiply instead")
+_MICROSECONDS = Advice("write `us` for microseconds", instead="us", certain=True)
+_CHARACTERS: tuple[tuple[str, Advice], ...] = (
+    ("&&", _write("and")),
+    ("||", _write("or")),
+    ("&", _write("and")),
+    ("|", Advice("write `or`; a magnitude is `abs(...)`", instead="or")),
+    ("^", _NO_POWERS),
+    ("!", _write("not")),
+    ("≤", _write("<=")),
+    ("≥", _write(">=")),
+    ("≠", _write("!=")),
+    ("=>", Advice("write `>=` for a bound, or `implies`")),
+    ("=<", _write("<=")),
+    ("=", Advice("write `==` for equality, or `<=`, `>=` for a bound", instead="==")),
+    ("∀", _write("forall")),
+    ("∃", _write("exists")),
+    ("∈", _write("in")),
+    ("∧", _write("and")),
+    ("∨", _write("or")),
+    ("¬", _write("not")),
+    ("→", _write("implies")),
+    ("⇒", _write("implies")),
+    ("×", _write("*")),
+    ("·", _write("*")),
+    ("÷", _write("/")),
+    ("−", Advice("write the minus sign `-`", instead="-", certain=True)),
+    ("∞", Advice("there is no infinite number; leave the clause out")),
+    ("‖", Advice("write norm_2(...) or norm_inf(...)")),
+    ("µsec", _MICROSECONDS),
+    ("µs", _MICROSECONDS),
+    ("µ", Advice("write `us` for microseconds")),
+    ("{", Advice("the language has no braces; lists are `[a, b]`")),
+    ("@", Advice("the language has no `@`")),
+    (
+        ".",
+        Advice("a name holds letters, digits and `_`, and has no parts; a statistic is p99(kl)"),
+    ),
+    ("“", Advice('use straight quotation marks: "text"')),
+    ("”", Advice('use straight quotation marks: "text"')),
+    ("'", Advice("close the text with `'`")),
+    ('"', Advice('close the text with `"`')),
 )
 
 
@@ -220,67 +265,66 @@ def expected_words(terminals: Iterable[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
 
 
-def advice_for_character(text: str, at: int) -> tuple[int, str | None]:
-    """Return the length of the unusable piece at `at`, and its replacement."""
-    for piece, help in _CHARACTERS:
+def advice_for_character(text: str, at: int) -> tuple[int, Advice | None]:
+    """Return the length of the unusable piece at `at`, and the advice about it."""
+    for piece, advice in _CHARACTERS:
         if text.startswith(piece, at):
-            return len(piece), help
+            return len(piece), advice
     return 1, None
 
 
 def advice_for_token(
     token: str, kind: str, text: str, at: int, expected: Iterable[str]
-) -> str | None:
+) -> Advice | None:
     """Return the advice about a misplaced token, for common mistakes."""
     wanted = set(expected)
     before = text[:at].rstrip()
     if kind == "$END" and "RPAR" in wanted and text.count("(") > text.count(")"):
-        return "close the bracket with `)`"
+        return Advice("close the bracket with `)`", missing=")")
     if kind == "$END" and "RSQB" in wanted:
-        return "close the list with `]`"
+        return Advice("close the list with `]`", missing="]")
     if kind == "$END" and "OF" in wanted and before[-1:].isalpha():
-        return "a budget is a share, such as `1% of requests`"
+        return Advice("a budget is a share, such as `1% of requests`")
     if kind == "$END" and "OF" in wanted:
-        return "say what the budget counts: `of requests` or `of windows`"
+        what = "say what the budget counts: `of requests` or `of windows`"
+        return Advice(what, missing=" of requests")
     if kind == "RPAR" and text.count(")") > text.count("("):
-        return "there is no `(` to this `)`"
+        return Advice("there is no `(` to this `)`", instead="")
     if kind == "COMPARE" and before.endswith((">", "<", "=")):
-        return "write `<=` or `>=`; for an implication write `implies`"
+        return Advice("write `<=` or `>=`; for an implication write `implies`")
     if kind == "STAR" and before.endswith("*"):
-        return "there are no powers; multiply instead"
+        return _NO_POWERS
     if kind in _NAMES and _QUANTIFIER.search(before):
-        return "put the quantified statement in parentheses: `(forall x in REGION: A)`"
+        return Advice("put the quantified statement in parentheses: `(forall x in REGION: A)`")
     if kind in _NAMES and token in {"if", "then"}:
-        return "write `A implies B`"
+        return Advice("write `A implies B`", foreign=True)
     called = _CALLED.search(before)
     if called is not None and "LPAR" in wanted and kind in _NAMES:
-        return f"write `{called[0]}({token})`"
+        return Advice(f"write `{called[0]}({token})`", foreign=True)
     level = _LEVEL.search(before)
     if level is not None and kind == "NUMBER" and token.startswith("."):
-        return f"write quantile(0.{level[1]}{token[1:]}, METRIC)"
+        return Advice(f"write quantile(0.{level[1]}{token[1:]}, METRIC)")
     region = _REGION.search(before)
     if region is not None and "LPAR" in wanted and kind in _NAMES | {"COLON", "COMMA"}:
         name = region[1]
-        return (
-            f"a region is points({name}), ball({name}, RADIUS), hull({name}) or "
-            f"rows({name}, LONGEST)"
-        )
+        regions = f"points({name}), ball({name}, RADIUS), hull({name}) or rows({name}, LONGEST)"
+        return Advice(f"a region is {regions}", final=True)
     if kind == "COMMA" and _BOUND.search(before):
-        return "a quantifier binds one variable"
+        return Advice("a quantifier binds one variable")
     if kind == "COMMA" and "COLON" in wanted:
-        return "write `:` after the region, not `,`"
+        return Advice("write `:` after the region, not `,`")
     if kind == "COLON" and "IN" not in wanted:
-        return "a `:` follows only the region of `forall` or `exists`"
+        return Advice("a `:` follows only the region of `forall` or `exists`")
     if kind in _NAMES and "COLON" in wanted:
-        return "put `:` after the region"
+        return Advice("put `:` after the region", missing=":")
     if kind in _NAMES | {"NUMBER"} and "COMMA" in wanted:
-        return "separate arguments with `,`"
+        return Advice("separate arguments with `,`", missing=",")
     if kind in _NAMES | {"NUMBER", "LPAR", "LSQB", "NOT"}:
         return _misspelt_keyword(token, before, wanted, text[at:])
     return None
 
 
-def _misspelt_keyword(token: str, before: str, wanted: set[str], rest: str) -> str | None:
+def _misspelt_keyword(token: str, before: str, wanted: set[str], rest: str) -> Advice | None:
     """Return the keyword that one of two words side by side probably means."""
     last = _LAST_WORD.search(before)
     words: list[tuple[str, tuple[str, ...]]] = []
@@ -290,7 +334,7 @@ def _misspelt_keyword(token: str, before: str, wanted: set[str], rest: str) -> s
     for word, keywords in words:
         for keyword in keywords:
             if word != keyword and _alike(word.lower(), keyword):
-                return f"did you mean `{keyword}` where `{word}` stands?"
+                return Advice(f"did you mean `{keyword}` where `{word}` stands?")
     return None
 
 
@@ -306,50 +350,7 @@ def _alike(word: str, keyword: str) -> bool:
     return longer[start + 1 :] == shorter[start + (len(longer) == len(shorter)) :]
 
 
-# --- fixes ----------------------------------------------------------------------------------------
-
-
-_WRITE_INSTEAD = re.compile(r"write `([^`() ]+)`")
-_GUESSES = {
-    "write `==` for equality, or `<=`, `>=` for a bound": "==",
-    "write `or`; a magnitude is `abs(...)`": "or",
-    "write the minus sign `-`": "-",
-}
-_BEHIND = {
-    "close the bracket with `)`": ")",
-    "close the list with `]`": "]",
-    "put `:` after the region": ":",
-    "separate arguments with `,`": ",",
-    "say what the budget counts: `of requests` or `of windows`": " of requests",
-}
-"""Advice -> the text that is missing behind the last character before the place."""
-_SURE = {"write the minus sign `-`"}
-
-
-def advised_fix(scalar: Scalar, places: ScalarMap, begin: int, end: int, help: str) -> Fix | None:
-    """Return the fix that an advice about the characters `[begin, end)` of an expression describes.
-    None if the advice leaves a choice, or if its text needs quotation marks.
-    """
-    text, span = scalar.text, places.span(begin, end)
-    word = _WRITE_INSTEAD.fullmatch(help)
-    instead = word[1] if word is not None else _GUESSES.get(help)
-    if instead is not None:
-        edit = Edit(span, _apart(text, begin, end, instead))
-        return Fix(f"write `{instead}`", (edit,), word is not None or help in _SURE)
-    if help.startswith("write `us`") and text[end : end + 1] == "s":
-        return Fix("write `us`", (Edit(span, "u"),))
-    if help in _BEHIND:
-        missing = _BEHIND[help]
-        at = len(text[:begin].rstrip())
-        if missing == ")":
-            at = _argument_end(text, at)
-        if missing == ":" and scalar.style == "plain" and not _is_verbatim(places, at):
-            return None
-        edit = Edit(places.span(at, at), missing)
-        return Fix(f"add `{missing.strip()}`", (edit,), safe=False)
-    if help == "there is no `(` to this `)`":
-        return Fix("remove `)`", (Edit(span, ""),), safe=False)
-    return None
+# --- places of changes ---------------------------------------------------------------------------
 
 
 def _is_verbatim(places: ScalarMap, end: int) -> bool:

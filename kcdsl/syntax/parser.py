@@ -7,7 +7,7 @@ Errors of a text that the table rejects are explained with Lark, by the same gra
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kcdsl.diagnostics.codes import BAD_NUMBER, EXPRESSION_SYNTAX, INTERNAL, TOO_DEEP, Code
 from kcdsl.diagnostics.model import Diagnostic, Sink
@@ -17,6 +17,9 @@ from kcdsl.source.scalar_map import ScalarMap, map_scalar
 from kcdsl.source.yaml_nodes import Scalar
 from kcdsl.syntax import ast
 from kcdsl_grammar.expression_table import ENDS, KEYWORDS, RULES, STARTS, STATES
+
+if TYPE_CHECKING:
+    from kcdsl.syntax.errors import Advice
 
 _WHITE = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -146,14 +149,12 @@ def _parse(source: SourceFile, scalar: Scalar, start: str, sink: Sink) -> _Build
     places = map_scalar(source, scalar)
     text = scalar.text
 
-    def report(code: Code, message: str, begin: int, end: int, help: str | None = None) -> None:
-        span = places.span(begin, end)
-        fix = None
-        if help is not None:
-            from kcdsl.syntax.errors import advised_fix
-
-            fix = advised_fix(scalar, places, begin, end, help)
-        sink.add(Diagnostic(code, message, source, span, help=help, fix=fix))
+    def report(
+        code: Code, message: str, begin: int, end: int, advice: Advice | None = None
+    ) -> None:
+        help = None if advice is None else advice.text
+        fix = None if advice is None else advice.fix(scalar, places, begin, end)
+        sink.add(Diagnostic(code, message, source, places.span(begin, end), help=help, fix=fix))
 
     if not text.strip():
         sink.add(

@@ -43,7 +43,7 @@ MISTAKES = (
     ("require", "KC010", "abs(mean(log_ratio) «−» 1) <= 0.02"),
     ("require", "KC010", "forall x in points(all): no_flip(model «x»)"),
     ("require", "KC010", "forall x in points(all) «no_flip»(model, x)"),
-    ("require", "KC010", "p95(latency) <= 250 «µ»s"),
+    ("require", "KC010", "p95(latency) <= 250 «µs»"),
     ("require", "KC010", "p99(kl) <= 0.02«)»"),
     ("require", "KC010", "(p99(kl) <= 0.02«»"),
     ("require", "KC010", "p99(kl) <= 0.02 and«»"),
