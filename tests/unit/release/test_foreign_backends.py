@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,8 @@ from kcdsl.verdict.model import Evidence, Held, Inconclusive, InvalidEvidence, V
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
 
 def right(program, base, goals, **wishes):
-    kept = Path(__file__).with_name(f"right-{goals[0].threshold.denominator}")
+    way = f"right-{goals[0].threshold.denominator}-{wishes.get('chain')}"
+    kept = Path(__file__).with_name(way)
     if kept.exists():
         return [replace(found, goal=goals[0]) for found in pickle.loads(kept.read_bytes())]
     from kcdsl_backends.certifier.backend import BACKEND
@@ -183,26 +185,41 @@ def ask(prepare: Callable[[str, str], Path]) -> Ask:
     return run
 
 
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the backend, which can chain, to the catalogue."""
+    specs = (*catalogue(), replace(MINE, chains=True))
+    monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: specs)
+    monkeypatch.setattr("kcdsl.api.backends.catalogue", lambda: specs)
+
+
 @pytest.mark.full
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize(
     ("limit", "code", "verdict"), [("0.01", 0, "held"), ("1e-9", 1, "violated")]
 )
 def test_verifiable_answers_are_accepted(
-    limit: str,
-    code: int,
-    verdict: str,
-    prepare: Callable[[str, str], Path],
-    cli: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    limit: str, code: int, verdict: str, prepare: Callable[[str, str], Path], cli: Any
 ) -> None:
     """Through the command; output of the backend does not appear on stdout."""
-    known = (*catalogue(), MINE)
-    monkeypatch.setattr("kcdsl.route.catalogue.catalogue", lambda: known)
-    monkeypatch.setattr("kcdsl.api.backends.catalogue", lambda: known)
     ran = cli("verify", "--backend", "mine", "--format", "json", cwd=prepare("prints", limit))
     (goal,) = json.loads(ran.stdout)["goals"]
     assert (ran.code, goal["verdict"], goal["backend"]) == (code, verdict, "mine"), ran
     assert goal["evidence"]["confirmed"] is (verdict == "held")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("known")
+def test_proof_of_a_chain_is_accepted(prepare: Callable[[str, str], Path], cli: Any) -> None:
+    folder = prepare("right", "0.01")
+    contract = folder / "contract.yaml"
+    contract.write_text(contract.read_text().replace("attn_0", "layer_0"))
+    ran = cli("verify", "--backend", "mine", "--chain", "--format", "json", cwd=folder)
+    (goal,) = json.loads(ran.stdout)["goals"]
+    assert (ran.code, goal["verdict"], goal["backend"]) == (0, "held", "mine"), ran
+    proof = json.loads((folder / "out" / "N-0.proof.json").read_bytes())
+    assert proof["schema"].startswith("kcdsl.chain-proof/")
+    assert goal["evidence"]["confirmed"] is True
 
 
 @pytest.mark.parametrize(
