@@ -151,7 +151,8 @@ def drifts(
 ) -> tuple[Box, Box]:
     """Return the boxes of the output's drift that the prover and the checker derive."""
     built = block(graph)
-    train, infer = (parameters(graph, record) for record in pair)
+    train = parameters(graph, pair[0])
+    infer = train if pair[0] == pair[1] else parameters(graph, pair[1])
     spread = torch.full((1, 1), radius, dtype=torch.float64)
     forms = affine_forms(built, train, infer, torch.from_numpy(centre), spread, alpha=alpha)
     found, chance = forms.box(), forms.chance
@@ -406,6 +407,19 @@ def test_boxes_of_drifts_agree(
     some, looser = wide > 2.0**-20, wide * max(LESS, LOOSER_OF.get(rule, LOOSER)) + noise
     assert (derived.lo <= found.lo + looser)[some].all()
     assert (derived.hi >= found.hi - looser)[some].all()
+
+
+def test_drifts_of_equal_kernels_agree_where_small_terms_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal kernels have one box, and no terms that are small beside it."""
+    monkeypatch.setattr("kcdsl_backends.drift.affine.tape.MANY_PRODUCTS", 1)
+    monkeypatch.setattr("kcdsl_certs.recheck.affine.tape._MANY", 1)
+    rng = np.random.default_rng(5)
+    graph, records = RULES["context of shared heads"](rng), (KERNELS["float32 any"],) * 2
+    centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
+    found, derived = drifts(tmp_path, graph, records, centre, 0.0)
+    assert (np.maximum(-derived.lo, derived.hi) <= found.hi * (1 + AGREE)).all()
 
 
 def test_first_row_of_causal_attention_agrees(tmp_path: Path) -> None:

@@ -173,13 +173,13 @@ class Pair:
                 lo[where] = np.maximum(lo[where], box.add_down(apart.lo[where], found.lo))
                 hi[where] = np.minimum(hi[where], box.add_up(apart.hi[where], found.hi))
         if steps or free:
-            infer = _stored(self.infer, self.i)
-            many, spare = reads_many(self.shape, self.shape[-1]), (infer.hi - infer.lo) / 2
-            if self.train.wide:
-                many, spare = True, np.full(self.shape, spare.max())
-            train = _stored(
-                self.train, self.t, spare * (_NEGLIGIBLE_OF_MANY if many else _NEGLIGIBLE)
-            )
+            train = infer = _stored(self.infer, self.i)
+            if self.infer is not self.train:
+                many, spare = reads_many(self.shape, self.shape[-1]), (infer.hi - infer.lo) / 2
+                if self.train.wide:
+                    many, spare = True, np.full(self.shape, spare.max())
+                share = _NEGLIGIBLE_OF_MANY if many else _NEGLIGIBLE
+                train = _stored(self.train, self.t, spare * share)
             stored = box.sub(infer, train)
             lo, hi = np.maximum(lo, stored.lo), np.minimum(hi, stored.hi)
         return box.checked(Box(lo, hi), "the drift of the output")
