@@ -6,7 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from kcdsl import __version__
@@ -125,7 +127,24 @@ def _run(words: list[str]) -> int:
     if name is None or command is None:
         parser.print_help(sys.stderr)
         return int(Exit.COULD_NOT_RUN)
-    return int(built(name, command, vars(given)).run())
+    made = built(name, command, vars(given))
+    _refuse_overwriting(made)
+    return int(made.run())
+
+
+def _refuse_overwriting(command: Command) -> None:
+    """Refuse a file for results that the command also reads, such as the contract."""
+    targets = tuple(command.named_files(written=True))
+    if not targets:
+        return
+    from kcdsl.api.contract import find_contract
+    from kcdsl.cli.common.output import refuse_replacing
+
+    read = [*command.named_files(written=False)]
+    if getattr(command, "contract", "") is None:
+        with suppress(Refusal):
+            read.append(str(find_contract(None, Path())))
+    refuse_replacing(targets, read)
 
 
 def gathered(words: Sequence[str], name: str | None, command: type[Command] | None) -> list[str]:

@@ -65,6 +65,7 @@ class EvaluateCommand(Looks, CodeOptions, CertificateOptions):
         "FORMAT[=FILE]",
         f"print as, or write to a file: {', '.join(REPORT_FORMATS)} (default: text)",
         words=lambda: REPORT_FORMATS,
+        writes=True,
     )
     output: str | None = output_option(
         "DIR",

@@ -14,7 +14,7 @@ from kcdsl.api.contract import contracts_in
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.cli.common import Command, argument, choice, switch, value, values
 from kcdsl.cli.common.options import code_words, output_option
-from kcdsl.cli.common.output import Output, difference, outputs
+from kcdsl.cli.common.output import Output, difference, outputs, refuse_replacing
 from kcdsl.diagnostics import Diagnostic, Refusal, Severity, Sink, Suppressed, refuse
 from kcdsl.diagnostics.codes import (
     BAD_CONFIGURATION,
@@ -54,6 +54,7 @@ class LintCommand(Command):
         f"how findings are written: {', '.join(FORMATS)}; with a file, there; may be repeated "
         "(default: text, and github in GitHub Actions)",
         words=lambda: FORMATS,
+        writes=True,
     )
     output: str | None = output_option("FILE", "write findings to a file too, format by its suffix")
     fail_on: Severity | None = choice(
@@ -181,6 +182,7 @@ class _Session:
                 self.found.extend(refusal.diagnostics)
             else:
                 paths.update(dict.fromkeys(found))
+        refuse_replacing(self.command.named_files(written=True), list(paths))
         for path in paths:
             source = self._read(str(path), partial(read_source, path))
             if source is not None:

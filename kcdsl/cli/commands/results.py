@@ -137,7 +137,9 @@ class CompareCommand(Command):
         "REPORT", "ignore this report, identified by its content; repeatable"
     )
     register: str | None = register_option("with the marks of untrusted runs")
-    html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
+    html: str | None = value(
+        "FILE", "write a page that needs no other file, and print nothing", writes=True
+    )
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:

@@ -162,11 +162,6 @@ class LspCommand(Command):
 # --- what shells offer ----------------------------------------------------------------------------
 
 
-_FILES = {
-    "PATH", "FILE", "CONTRACT", "OLD", "NEW", "CERT", "CHECKPOINT", "STATEMENT", "REPORT", "TABLE",
-    "TRACE", "KEY", "PUB", "CODE|METRIC|CLAUSE", "FORMAT[=FILE]",
-}  # fmt: skip
-"""The metavars of files in the help."""
 _FOLDERS = {"DIR", "FOLDER"}
 _COMMON = {
     "--help": "show this help message and exit",
@@ -278,5 +273,5 @@ def _candidates(before: Sequence[str], last: str) -> tuple[str, list[tuple[str, 
 def _values(option: Argument) -> tuple[str, list[tuple[str, str]]]:
     """Return the kind of paths and the words that the value of an argument may be."""
     words = [*option.choices, *(option.words() if option.words else ())]
-    kind = "files" if option.metavar in _FILES else ""
+    kind = "files" if option.is_file else ""
     return "folders" if option.metavar in _FOLDERS else kind, [(word, "") for word in words]

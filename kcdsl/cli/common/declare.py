@@ -9,6 +9,7 @@ variable without a matching option is refused, to find misspelt ones.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -22,6 +23,12 @@ from kcdsl.exits import Exit
 from kcdsl.source.config import truth
 
 Settings = TypeVar("Settings")
+_FILES = {
+    "PATH", "FILE", "CONTRACT", "OLD", "NEW", "CERT", "CHECKPOINT", "STATEMENT", "REPORT", "TABLE",
+    "TRACE", "KEY", "PUB", "CODE|METRIC|CLAUSE", "FORMAT[=FILE]", "INCUMBENT", "CANDIDATE",
+    "EVIDENCE", "QUERY", "NAME=FILE", "URL",
+}  # fmt: skip
+"""The metavars of files in the help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class Argument:
         short: a one-letter name.
         group: a group of mutually exclusive options.
         words: further completions, besides `choices`.
+        writes: whether its value is a file or a folder for results.
     """
 
     help: str
@@ -53,6 +61,12 @@ class Argument:
     short: str | None = None
     group: str | None = None
     words: Callable[[], Iterable[str]] | None = None
+    writes: bool = False
+
+    @property
+    def is_file(self) -> bool:
+        """Return whether its value names a file."""
+        return self.metavar in _FILES
 
     @property
     def is_switch(self) -> bool:
@@ -177,6 +191,16 @@ class Command:
         found = {name: getattr(self, name) for name in wanted if hasattr(self, name)}
         plain = {n: v.value if isinstance(v, Enum) else v for n, v in found.items()}
         return kind(**plain, **more)
+
+    def named_files(self, *, written: bool) -> Iterator[str]:
+        """Yield the existing files that arguments name: those for results, or all others."""
+        for name, option in self.options():
+            if option.is_file and option.writes is written:
+                found = getattr(self, name)
+                for word in found if isinstance(found, tuple) else (found or "",):
+                    path = word.partition("=")[2] if "=" in (option.metavar or "") else word
+                    if os.path.isfile(path):
+                        yield path
 
     @classmethod
     def options(cls) -> Iterator[tuple[str, Argument]]:

@@ -173,7 +173,7 @@ def seed_option(what: str = "sampling and resampling") -> Any:
 
 def output_option(metavar: str, help: str, default: str | None = None) -> Any:
     """Declare `-o` for a FILE or a DIR."""
-    return value(metavar, help, default, short="-o")
+    return value(metavar, help, default, short="-o", writes=True)
 
 
 def register_option(what: str) -> Any:

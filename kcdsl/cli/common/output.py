@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import StringIO
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.diagnostics import refuse
-from kcdsl.diagnostics.codes import USAGE
+from kcdsl.diagnostics.codes import INPUT_OUTPUT, USAGE
 from kcdsl.diagnostics.render.terminal import json_text, one_line
 from kcdsl.source.files import read_source
 
@@ -37,13 +38,42 @@ def print_json(document: Any, **how: Any) -> None:
 
 
 def write_text(text: str, file: str | Path | None) -> None:
-    """Write a text to a file, or to standard output without one."""
+    """Write a text to a file, or to standard output without one.
+
+    Refuse to replace a file that is no text, such as a checkpoint.
+    """
     if file is None:
         sys.stdout.write(text)
         return
     from kcdsl.source.writing import write_bytes
 
-    write_bytes(Path(file), text.encode("utf-8"))
+    path = Path(file)
+    if _is_binary(path):
+        what = f"{path} is no text file, and is not replaced by one"
+        raise refuse(INPUT_OUTPUT, what, help="name another file for the results")
+    write_bytes(path, text.encode("utf-8"))
+
+
+def _is_binary(path: Path) -> bool:
+    """Return whether a regular file has a zero byte near its beginning."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as stream:
+            return b"\0" in stream.read(4096)
+    except OSError:
+        return False
+
+
+def refuse_replacing(targets: Iterable[str], read: Sequence[str | Path]) -> None:
+    """Refuse existing files for results that the command reads, such as the contract."""
+    for target in targets:
+        if any(os.path.samefile(target, path) for path in read):
+            raise refuse(
+                USAGE,
+                f"the results would replace `{target}`, which the command reads",
+                help="name another file for the results",
+            )
 
 
 def say(text: str) -> None:

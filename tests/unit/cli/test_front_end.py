@@ -209,6 +209,51 @@ def test_unknown_argument_is_named(cli: Cli, words: list[str], message: str, hel
     assert help in ran.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compile contract.yaml -o contract.yaml",
+        "compile -o contract.yaml",
+        "lint --format json=contract.yaml",
+        "lint . --format text --format json=./contract.yaml",
+        "diff old.yaml contract.yaml -o contract.yaml",
+        "evaluate --format json=contract.yaml",
+        "report contract.yaml -o contract.yaml",
+        "compare contract.yaml old.yaml --html contract.yaml",
+        "aggregate contract.yaml -o contract.yaml",
+        "sign contract.yaml -o contract.yaml",
+        "show contract.yaml --html contract.yaml",
+        "check contract.yaml --write-expectation contract.yaml",
+        "transfer contract.yaml old.yaml -o contract.yaml",
+        "register head --register contract.yaml --sign old.yaml -o contract.yaml",
+    ],
+)
+def test_results_do_not_replace_what_a_command_reads(cli: Cli, folder: Path, words: str) -> None:
+    (folder / "old.yaml").write_text(GOOD, encoding="utf-8")
+    ran = cli(*words.split(), cwd=folder)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert "contract.yaml`, which the command reads" in ran.stderr
+    assert (folder / "contract.yaml").read_text(encoding="utf-8") == GOOD
+
+
+def test_text_does_not_replace_a_checkpoint(cli: Cli, folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"{}".ljust(8, b"\0"))
+    (folder / "old.yaml").write_text(GOOD, encoding="utf-8")
+    ran = cli("diff", "old.yaml", "contract.yaml", "-o", str(weights), cwd=folder)
+    assert ran.code == 2
+    assert "model.safetensors is no text file" in ran.stderr
+    assert weights.read_bytes() == b"{}".ljust(8, b"\0")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_files_for_results_are_declared(name: str) -> None:
+    for _, option in load(name).options():
+        if "FILE" in (option.metavar or ""):
+            said = re.search(r"\b(write|written|output)\b", option.help) is not None
+            assert option.writes or not said, option.names
+
+
 def _readable(option: Argument) -> str:
     """Return a text that an argument accepts."""
     for text in (*option.choices, "1", "0.5", "kl <= 1", "24h", "0" * 64, f"{'0' * 64}=m"):

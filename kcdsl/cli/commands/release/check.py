@@ -77,6 +77,7 @@ class CheckCommand(TrustOptions):
     write_expectation: str | None = value(
         "FILE",
         "also write the expectation for `python -m kcdsl_certs check --expect FILE`",
+        writes=True,
     )
     format: OutputFormat = format_option()
 

@@ -249,7 +249,9 @@ class ShowCommand(TrustOptions):
     stage: Stage | None = choice(Stage, "the stage to check for")
     at: str | None = value("TIME", "read as of this time, 2026-11-30T12:00:00Z")
     register: str | None = register_option("with its standing, and the answers of the gate")
-    html: str | None = value("FILE", "write a page that needs no other file, and print nothing")
+    html: str | None = value(
+        "FILE", "write a page that needs no other file, and print nothing", writes=True
+    )
     format: OutputFormat = format_option()
 
     def run(self) -> Exit:

@@ -20,7 +20,7 @@ from kcdsl.cli.common.options import (
     register_place,
     whole,
 )
-from kcdsl.cli.common.output import print_json
+from kcdsl.cli.common.output import print_json, write_text
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import NOT_RECORDED, USAGE
 from kcdsl.diagnostics.render.terminal import one_line
@@ -320,7 +320,6 @@ def _print_log(command: RegisterCommand, register: Register) -> None:
 def _head(command: RegisterCommand, place: str) -> Exit:
     from kcdsl.release.register import Register
     from kcdsl.release.signing import signing_keys
-    from kcdsl.source.writing import write_bytes
 
     keys = signing_keys(command.sign)
     if bool(keys) != (command.output is not None):
@@ -333,7 +332,7 @@ def _head(command: RegisterCommand, place: str) -> Exit:
         head = register.head()
         signed = register.sign_head(keys, head) if keys else None
     if signed is not None and command.output is not None:
-        write_bytes(Path(command.output), signed)
+        write_text(signed.decode(), command.output)
         if command.format is not OutputFormat.JSON:
             print(one_line(f"signed head: {command.output}"))
     _tell_head(command, head)
