@@ -30,7 +30,7 @@ from kcdsl.release.results import certified_clauses
 from kcdsl.release.signing import Target, signing_keys, written_as
 from kcdsl.route.goals import goals
 from kcdsl.source.files import in_contract
-from kcdsl.source.writing import NewFile, make_folder, refuse_targets, result, write_together
+from kcdsl.source.output import NewFile, make_folder, refuse_targets, result, write_together
 from kcdsl.verdict.outcome import ProvedDrift
 from kcdsl.verdict.report import ImpliedClause
 

@@ -41,7 +41,7 @@ def write_text(text: str, file: str | Path | None) -> None:
     if file is None:
         sys.stdout.write(text)
         return
-    from kcdsl.source.writing import write_bytes
+    from kcdsl.source.output import write_bytes
 
     write_bytes(Path(file), text.encode("utf-8"))
 

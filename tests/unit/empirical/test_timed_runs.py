@@ -12,7 +12,7 @@ import torch
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Family, KernelRef, ModelRef
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.verdict.model import Inconclusive, verdict_name
 from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
 from kcdsl_backends.empirical.sources.kernels import timing as runtime

@@ -16,7 +16,7 @@ import pytest
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.model.files import Artefacts
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.own_code import imported_code, record_imports
 from kcdsl.release.artefacts import code_digests, metric_files
 from kcdsl.release.requirements import build_triple

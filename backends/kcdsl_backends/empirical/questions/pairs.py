@@ -23,7 +23,7 @@ from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.result import reason as verdict_reason
 from kcdsl.verdict.studies.causes import EFFECTS, FAILED, Effect, Place
-from kcdsl.verdict.studies.pairing import (
+from kcdsl.verdict.studies.comparison import (
     OF_TIMED_RUNS,
     Band,
     Floor,

@@ -167,7 +167,7 @@ def _tell_head(command: RegisterCommand, head: RegisterHead) -> None:
 
 
 def _add(command: RegisterCommand, place: str) -> Exit:
-    from kcdsl.api.checking import read_certificate
+    from kcdsl.api.certificates import read_certificate
     from kcdsl.release.register import Register
 
     bundles = [read_certificate(Path(name)) for name in command.names]
@@ -320,7 +320,7 @@ def _print_log(command: RegisterCommand, register: Register) -> None:
 def _head(command: RegisterCommand, place: str) -> Exit:
     from kcdsl.release.register import Register
     from kcdsl.release.signing import signing_keys
-    from kcdsl.source.writing import write_bytes
+    from kcdsl.source.output import write_bytes
 
     keys = signing_keys(command.sign)
     if bool(keys) != (command.output is not None):
@@ -341,7 +341,7 @@ def _head(command: RegisterCommand, place: str) -> Exit:
 
 
 def _check(command: RegisterCommand, place: str) -> Exit:
-    from kcdsl.api.checking import read_certificate
+    from kcdsl.api.certificates import read_certificate
     from kcdsl.release.register import Register
 
     heads = [read_certificate(Path(name)) for name in command.head]
