@@ -18,7 +18,7 @@ from kcdsl_backends.empirical.collection.context import KernelContext, Progress
 from kcdsl_backends.empirical.collection.inputs import prepare
 from kcdsl_backends.empirical.collection.parallel import ParallelPlan, Recipe
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.questions.pairs import (
     compare_runs,
     effects_of,

@@ -131,7 +131,9 @@ def test_deviating_conclusions_are_refused(
     cli: Any, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another version with a changed estimator would reach such conclusions."""
-    monkeypatch.setattr("kcdsl_backends.empirical.decide.results.nearest_double", lambda value: 0.5)
+    monkeypatch.setattr(
+        "kcdsl_backends.empirical.decision.results.nearest_double", lambda value: 0.5
+    )
     ran = cli("replay", "moved.parquet", cwd=elsewhere)
     assert ran.code == 2
     assert "KC633" in ran.stderr

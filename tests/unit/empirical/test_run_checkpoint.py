@@ -21,7 +21,7 @@ from kcdsl.ir.terms import Compare, Family, Metric, ModelRef, Number, Statistic,
 from kcdsl_backends.empirical.bounds.blocks import EACH
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.table import checkpoint as run_checkpoints

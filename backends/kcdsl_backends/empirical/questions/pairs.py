@@ -32,16 +32,16 @@ from kcdsl.verdict.studies.comparison import (
     PassRate,
     RunComparison,
 )
-from kcdsl_backends.empirical.decide.aligned import (
+from kcdsl_backends.empirical.decision.aligned import (
     change_of,
     equally_timed,
     magnitude,
     orders_of,
     within_of_requests,
 )
-from kcdsl_backends.empirical.decide.estimates import Settings
-from kcdsl_backends.empirical.decide.judgement import Judge, count
-from kcdsl_backends.empirical.decide.report import conclude, sampled_data, slice_data
+from kcdsl_backends.empirical.decision.estimates import Settings
+from kcdsl_backends.empirical.decision.judgement import Judge, count
+from kcdsl_backends.empirical.decision.report import conclude, sampled_data, slice_data
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
 from kcdsl_backends.empirical.questions.baselines import Document, bands, floors, usable, within
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable

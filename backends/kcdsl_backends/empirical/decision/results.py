@@ -34,7 +34,7 @@ from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Vi
 from kcdsl.verdict.quantities import nearest_double
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, RateLimit
-from kcdsl_backends.empirical.decide.judgement import (
+from kcdsl_backends.empirical.decision.judgement import (
     Counted,
     Judge,
     count,
@@ -44,7 +44,7 @@ from kcdsl_backends.empirical.decide.judgement import (
     judge_for,
     within_budget,
 )
-from kcdsl_backends.empirical.decide.power import Display, rate_limit, units_needed, why_open
+from kcdsl_backends.empirical.decision.power import Display, rate_limit, units_needed, why_open
 from kcdsl_backends.empirical.metrics.measures import unit_of
 from kcdsl_backends.empirical.statistics import estimates
 from kcdsl_backends.empirical.statistics.estimates import (
