@@ -414,7 +414,7 @@ def test_marginally_violated_mean_is_inconclusive_among_many(lab: Any) -> None:
         case = _case(clause, data)
         assert verdicts(lab, [case])[0] == "violated"
         assert verdicts(lab, [case, *others])[0] == wanted
-    strict = decide_clause(far, lab.program(far), data, seed=0, alarm=Fraction(1, 10**9))
+    strict = decide_clause(far, lab.program(far), data, seed=0, violation_error=Fraction(1, 10**9))
     assert isinstance(strict.verdict, Inconclusive)
 
 
