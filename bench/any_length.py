@@ -56,7 +56,7 @@ def models() -> dict[str, tuple[ProblemFactory, list[int]]]:
     import torch
 
     from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
 

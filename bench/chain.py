@@ -169,7 +169,7 @@ def _stepped(folder: Path, key: str, by: float) -> ProblemFactory:
     from safetensors.torch import load_file, save_file
 
     from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
 

@@ -19,7 +19,7 @@ from bench.common import Better, Figure, report
 from bench.coverage_shares import shares_held
 from bench.coverage_times import REQUESTS, RUNS, errors_of_means, errors_of_shares
 from kcdsl.ir.terms import Abs, Metric, Statistic
-from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
+from kcdsl_backends.empirical.decision.estimates import Settings, evaluate
 from kcdsl_backends.empirical.questions.baselines import prediction
 from kcdsl_backends.empirical.statistics import bootstrap, estimates, rates
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence, confidence_over

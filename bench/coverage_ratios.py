@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bench.common import Better, Figure, report
 from kcdsl.ir.terms import Metric
-from kcdsl_backends.empirical.decide.estimates import Settings, slice_metric
+from kcdsl_backends.empirical.decision.estimates import Settings, slice_metric
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES
 from kcdsl_backends.empirical.metrics.sums import SUMS
 from kcdsl_backends.empirical.statistics import bootstrap

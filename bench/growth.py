@@ -113,7 +113,7 @@ def _random(size: int, folder: Path) -> ProblemFactory:
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architectures.bert import build
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
 

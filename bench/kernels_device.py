@@ -73,7 +73,7 @@ def random_model(folder: Path) -> Model:
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architectures import llama
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
 
     generator = torch.Generator().manual_seed(5)
     state = {

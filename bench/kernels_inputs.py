@@ -41,7 +41,7 @@ ODD = ((9, 7), (1, 8), (2, 9), (5, 10))
 def loaded(name: str) -> Model:
     """Return a model of the examples."""
     from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
 
     if name == "tiny LM":
         ref = ModelRef("model.safetensors", architecture="llama", tokenizer="bytes")

@@ -47,7 +47,7 @@ clauses:
 _OPEN = """\
 from pathlib import Path
 from kcdsl.check.compile import load_program
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 program = load_program(Path("contract.yaml"))
 model = load_model(program.model, Path.cwd(), by_block=True)
 """

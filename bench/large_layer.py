@@ -151,7 +151,7 @@ def layer(folder: Path, device: str, config: Mapping[str, Any] = CONFIG) -> Prob
 
     from kcdsl.ir.terms import ModelRef
     from kcdsl.model.architectures.llama import build
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
 

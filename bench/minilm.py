@@ -17,7 +17,7 @@ def problem_factory(infer: dict[str, Any], train: dict[str, Any] | None = None) 
     import torch
 
     from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
 

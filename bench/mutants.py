@@ -51,7 +51,7 @@ from pathlib import Path
 from bench.common import RESULTS, Better, Figure, report
 from bench.mutants_changes import Mutant, mutants_of
 from bench.mutants_tests import NEAR, ROOT, SECOND, Results, files, marked, modules, name_of, quick
-from bench.mutants_trials import Journal, Round, Trial, alone, sources, together, without_defect
+from bench.mutants_trials import ResultCache, Round, Trial, alone, sources, together, without_defect
 
 COUNT, SEED = 100, 1
 JOBS, MOST = 2, 30
@@ -100,8 +100,8 @@ def main() -> int:
         mutants = [m for m in chosen(10**9, options.seed) if m.name in wanted]
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(options.jobs, mp_context=fork) as pool:
-        journal = Journal(ROOT / "build" / "mutants" / sources())
-        campaign = Campaign(pool, options.jobs, journal, mutants)
+        cache = ResultCache(ROOT / "build" / "mutants" / sources())
+        campaign = Campaign(pool, options.jobs, cache, mutants)
         try:
             campaign.learn()
         except ValueError as error:
@@ -123,7 +123,7 @@ class Campaign:
 
     pool: Executor
     jobs: int
-    journal: Journal
+    cache: ResultCache
     left: list[Mutant]
     known: dict[str, Results] = field(default_factory=dict)
     """Results of the first tier without a defect, by test file."""
@@ -136,7 +136,7 @@ class Campaign:
         paths = [file for file in files() if file.startswith(NEAR)]
         blocks = {mutant.block for mutant in self.left if mutant.block}
         failed: list[str] = []
-        found = self.pool.map(partial(without_defect, journal=self.journal), paths)
+        found = self.pool.map(partial(without_defect, cache=self.cache), paths)
         for number, (file, results) in enumerate(zip(paths, found, strict=True), 1):
             _progress("files without a defect", number, len(paths))
             failed += results.failed + ((results.ended,) if results.ended else ())
@@ -151,7 +151,7 @@ class Campaign:
             tests = quick(list(self.known.values()), mutant.block, QUICK)
             seconds = sum(self.known[test.partition("::")[0]].tests[test].seconds for test in tests)
             trials.append(Trial(mutant, tuple(tests), seconds))
-        found = self.pool.map(partial(alone, journal=self.journal), trials)
+        found = self.pool.map(partial(alone, cache=self.cache), trials)
         for trial, test in zip(trials, found, strict=True):
             if test:
                 self._found(trial.mutant, test)
@@ -185,7 +185,7 @@ class Campaign:
             _progress("files that meet what is left", number, len(rounds))
             left = tuple(mutant for mutant in round.mutants if mutant in self.left)
             if left:
-                running.add(self.pool.submit(together, replace(round, mutants=left), self.journal))
+                running.add(self.pool.submit(together, replace(round, mutants=left), self.cache))
             if len(running) == self.jobs:
                 running = self._ended(running, FIRST_COMPLETED, note)
         self._ended(running, ALL_COMPLETED, note)

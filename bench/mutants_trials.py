@@ -1,4 +1,4 @@
-"""Test runs on the checker with defects, each in a separate process, and their journal."""
+"""Test runs on the checker with defects, each in a separate process, and their cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sources() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class ResultCache:
     """Results of earlier campaigns on the same sources, in a folder for these.
 
     An entry is written whole or not at all. Its name depends on the question and on the digests of
@@ -56,19 +56,19 @@ class Journal:
 
 
 def write(entry: Path, value: object) -> None:
-    """Write an entry of the journal."""
+    """Write an entry of the cache."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     temporary = entry.with_name(f"{entry.name}.{os.getpid()}")
     temporary.write_bytes(pickle.dumps(value))
     os.replace(temporary, entry)
 
 
-def without_defect(file: str, journal: Journal) -> Results:
+def without_defect(file: str, cache: ResultCache) -> Results:
     """Return the first-tier results of a file on the unchanged checker.
 
     Failures are not stored.
     """
-    entry = journal.entry("without a defect", files=[file])
+    entry = cache.entry("without a defect", files=[file])
     if entry.exists():
         known: Results = pickle.loads(entry.read_bytes())
         return known
@@ -87,12 +87,12 @@ class Trial:
     seconds: float
 
 
-def alone(trial: Trial, journal: Journal) -> str:
+def alone(trial: Trial, cache: ResultCache) -> str:
     """Return the first test that fails on a mutant, "" if none."""
     if not trial.tests:
         return ""
     paths = list(dict.fromkeys(test.partition("::")[0] for test in trial.tests))
-    entry = journal.entry("alone", trial.mutant.key, trial.tests, files=paths)
+    entry = cache.entry("alone", trial.mutant.key, trial.tests, files=paths)
     if not entry.exists():
         seconds = limit(trial.seconds)
         found = forked([trial.mutant], paths, "-x", tests=trial.tests, seconds=seconds)
@@ -125,14 +125,14 @@ class Round:
     most: float = math.inf
 
 
-def together(round: Round, journal: Journal) -> dict[str, str]:
+def together(round: Round, cache: ResultCache) -> dict[str, str]:
     """Return the mutants that tests of a file find, by keys, with the test that finds each.
 
     A test that fails on all of them runs again with each alone. A test that fails on several
     together but on none alone finds none.
     """
     wanted = {mutant.key for mutant in round.mutants}
-    entry = journal.entry("together", round.tier, round.most, files=[round.file])
+    entry = cache.entry("together", round.tier, round.most, files=[round.file])
     if entry.exists():
         tried, found = pickle.loads(entry.read_bytes())
         if wanted <= tried:

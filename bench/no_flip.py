@@ -100,7 +100,7 @@ def problem_factory(infer: dict[str, Any]) -> ProblemFactory:
     import torch
 
     from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
 

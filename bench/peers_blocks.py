@@ -190,7 +190,7 @@ def _by_splits(problem: Any, centre: Any, radius: Any) -> float:
     """
     from kcdsl_backends.drift.boxes import NoBound
     from kcdsl_backends.smt.drift.backend import SECONDS, DriftGoal
-    from kcdsl_backends.smt.drift.solving import DriftQuestion, Search
+    from kcdsl_backends.smt.drift.search import DriftQuestion, Search
 
     goal = DriftGoal.of(problem, centre, radius)
     refusal = goal.refusal(None)

@@ -8,7 +8,7 @@ command line, along with honest uses, which must be accepted. `foreign code` run
 folder of modules that record their import. `hostile input` gives every reading command files that
 are expensive to read; its seconds are processor time of a separate process. `tests` are attacks
 that need a second thread, a fault or a link and are written as tests; a failing test is a
-successful attack. `mutants` are changes of statements, proofs, journals, traces and paths.
+successful attack. `mutants` are changes of statements, proofs, run checkpoints, traces and paths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mutants of signed statements, proofs, journals, traces and paths, tried on the real checker.
+"""Mutants of statements, proofs, run checkpoints, traces and paths, tried on the real checker.
 
 `Scene` is a valid certificate: a proof that is re-derived, and measured results with their evidence
 files. Each generator yields an endless sequence of mutants. `tried` runs a mutant and returns
@@ -76,7 +76,7 @@ MACHINE = {
     "device": "cpu",
     "hardware": {"processor": {"model": "EPYC"}, "host": {"cores": 8, "memory": 2**36}},
 }
-KINDS = ("statement", "envelope", "proof", "trace", "path", "journal")
+KINDS = ("statement", "envelope", "proof", "trace", "path", "run-checkpoint")
 
 
 @dataclass(frozen=True)
@@ -483,18 +483,18 @@ def mutants_of_path(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
         yield run
 
 
-def mutants_of_journal(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
-    """Yield journals changed by someone who can write to the folder but not read the secret."""
+def mutants_of_run_checkpoint(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
+    """Yield run checkpoints changed by someone who can write them but not read the secret."""
     kept = {f"answer {n}": bytes(rng.randbytes(40)) for n in range(6)}
-    path = scene.folder.parent / f"{scene.folder.name}.journal"
+    path = scene.folder.parent / f"{scene.folder.name}.run-checkpoint"
 
     def written() -> tuple[bytes, list[tuple[bytes, bytes, bytes]]]:
         path.unlink(missing_ok=True)
-        journal = RunCheckpoint(path)
-        journal.open("key")
+        checkpoint = RunCheckpoint(path)
+        checkpoint.open("key")
         for name, content in kept.items():
-            journal.keep_note(name, content)
-        journal.close()
+            checkpoint.keep_note(name, content)
+        checkpoint.close()
         data = path.read_bytes()
         return data, [
             (kind, content, code) for kind, content, code, _ in run_checkpoints._frames(data)
@@ -537,14 +537,14 @@ def mutants_of_journal(scene: Scene, rng: random.Random) -> Iterator[Mutant]:
                 case _:
                     data = _joined([*own[:place], *others[place:]])
             path.write_bytes(data)
-            journal = RunCheckpoint(path)
-            journal.open("key")
-            found = {name: journal.note(name) for name in kept}
-            journal.close()
+            checkpoint = RunCheckpoint(path)
+            checkpoint.open("key")
+            found = {name: checkpoint.note(name) for name in kept}
+            checkpoint.close()
             taken = {name: note for name, note in found.items() if note is not None}
             order = list(kept)
             first = taken == {name: kept[name] for name in order[: len(taken)]}
-            return Tried("journal", f"{way} record {place} byte {at}", not first)
+            return Tried("run-checkpoint", f"{way} record {place} byte {at}", not first)
 
         yield run
 
@@ -562,11 +562,11 @@ GENERATORS: Mapping[str, Callable[[Scene, random.Random], Iterator[Mutant]]] = {
     "proof": mutants_of_proof,
     "trace": mutants_of_trace,
     "path": mutants_of_path,
-    "journal": mutants_of_journal,
+    "run-checkpoint": mutants_of_run_checkpoint,
 }
 SHARES = {
     "statement": 0.30, "envelope": 0.20, "proof": 0.06, "trace": 0.20, "path": 0.10,
-    "journal": 0.14,
+    "run-checkpoint": 0.14,
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def tiny_lm(infer: dict[str, Any], train: dict[str, Any]) -> Any:
     import torch
 
     from kcdsl.check.compile import load_program
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
     from kcdsl.model.presets import resolve
     from kcdsl_backends.certifier.statements.problems import ProblemFactory
 

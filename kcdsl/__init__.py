@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kcdsl.declare import metric
 
 if TYPE_CHECKING:
-    from kcdsl.api.checking import CheckResult, check
+    from kcdsl.api.certificates import CheckResult, check
     from kcdsl.api.contract import Contract, load
     from kcdsl.api.evaluation import Evaluation
     from kcdsl.api.verification import Verification
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "CheckResult": "kcdsl.api.checking",
+    "CheckResult": "kcdsl.api.certificates",
     "Clause": "kcdsl.ir.terms",
     "Contract": "kcdsl.api.contract",
     "Diagnostic": "kcdsl.diagnostics",

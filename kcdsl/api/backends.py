@@ -228,7 +228,7 @@ def execution_of(
 ) -> Execution:
     """Return the execution settings; the cache folder is created if possible."""
     from kcdsl.route.catalogue import Execution
-    from kcdsl.source.writing import make_folder
+    from kcdsl.source.output import make_folder
 
     folder: Path | None = None
     if cache is None:

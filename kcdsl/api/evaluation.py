@@ -30,7 +30,7 @@ from kcdsl.release.results import certified_clauses
 from kcdsl.release.signing import Target, signing_keys, written_as
 from kcdsl.route.goals import goals
 from kcdsl.source.files import in_contract
-from kcdsl.source.writing import NewFile, make_folder, refuse_targets, result, write_together
+from kcdsl.source.output import NewFile, make_folder, refuse_targets, result, write_together
 from kcdsl.verdict.outcome import ProvedDrift
 from kcdsl.verdict.report import ImpliedClause
 
@@ -176,7 +176,9 @@ def evaluate(contract: Contract, settings: EvaluateSettings) -> Evaluation:
     refuse_targets(_targets(settings, folder, written_as(stem, bool(keys))), made=(folder,))
     target = Target.of(stem, keys, program.name)
     backend = measuring_backend()
-    kept = backend.checkpoint(folder / "evaluate.journal", fresh=settings.fresh, tell=settings.tell)
+    kept = backend.checkpoint(
+        folder / "evaluate.run-checkpoint", fresh=settings.fresh, tell=settings.tell
+    )
     with closing(kept) as checkpoint:
         with in_contract(contract.path), settings.progress() as progress:
             setting = backend.prepare(
@@ -380,5 +382,5 @@ def _evidence(
         "kernels": result(folder / "kernels.json", kernels_document(_fingerprints(report))),
     }
     if resumed:
-        found["journal"] = result(folder / "resumed.journal", resumed)
+        found["run-checkpoint"] = result(folder / "resumed.run-checkpoint", resumed)
     return {**found, "report": result(folder / "report.json", report.dumps().encode())}

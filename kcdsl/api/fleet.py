@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.api.checking import read_certificate
+from kcdsl.api.certificates import read_certificate
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.ir.canonical import digest

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kcdsl.api.backends import look_rules
-from kcdsl.api.checking import CheckSettings
+from kcdsl.api.certificates import CheckSettings
 from kcdsl.api.contract import PathLike, read_contract
 from kcdsl.api.results import TableResult
 from kcdsl.api.stage_evidence import StageEvidence, gather
@@ -402,7 +402,7 @@ class _Promotion:
 
     def _runs(self, weak: Mapping[str, tuple[str, ...]]) -> dict[str, Run | None]:
         """Return the runs of the given certificates, by the identifier of the certificate."""
-        from kcdsl.release.register.recording import run_of
+        from kcdsl.release.register.admission import run_of
 
         return {
             report.certificate: run_of(report.predicate)

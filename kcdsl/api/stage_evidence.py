@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kcdsl.api.checking import CheckSettings, check_certificates, read_certificate
+from kcdsl.api.certificates import CheckSettings, check_certificates, read_certificate
 from kcdsl.api.contract import Contract, PathLike
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import PROMOTION_EVIDENCE

@@ -51,7 +51,7 @@ from kcdsl.release.results import implied_clauses, proof_reference, proved_claus
 from kcdsl.release.signing import Target, signing_keys
 from kcdsl.route.goals import goals
 from kcdsl.source.files import in_contract, read_source
-from kcdsl.source.writing import make_folder, refuse_folder, result, write_together
+from kcdsl.source.output import make_folder, refuse_folder, result, write_together
 from kcdsl.verdict.model import EXITS, verdict_name, worst
 from kcdsl.verdict.outcome import proved_drifts
 from kcdsl.verdict.text.goals import VERIFY_SCHEMA, goal_json

@@ -56,7 +56,7 @@ def check_artefacts(program: Program, folder: Path) -> tuple[Diagnostic, ...]:
     if found or not _weights_at_hand(program.model.checkpoint, folder):
         return tuple(found)
     with _collected(found):
-        from kcdsl.model.loading import load_structure
+        from kcdsl.model.loader import load_structure
 
         own = program.model.served
         at_hand = own is None or _weights_at_hand(own, folder)

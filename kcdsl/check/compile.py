@@ -10,11 +10,11 @@ from kcdsl.check.expressions.fields import check_fields, check_traces
 from kcdsl.check.expressions.names import Scope
 from kcdsl.check.layout import recover
 from kcdsl.check.sections.clauses import check_clause
+from kcdsl.check.sections.fields import ROLES, StructureReader
 from kcdsl.check.sections.imports import report_unused, resolve_imports
 from kcdsl.check.sections.kernels import read_kernel, read_model
 from kcdsl.check.sections.libraries import Import, Loader, Texts, analyse_library
 from kcdsl.check.sections.policy import check_actions, read_constants, read_escalation
-from kcdsl.check.sections.reading import ROLES, StructureReader
 from kcdsl.check.sections.sources import check_recorded, check_together
 from kcdsl.check.sections.structure import (
     RawContract,

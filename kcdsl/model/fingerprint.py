@@ -337,7 +337,7 @@ class _DigestCache:
     def keep(self) -> None:
         if self.place is None or self.now == self.before or self.now.keys() == {_LISTING}:
             return
-        from kcdsl.source.writing import write_bytes
+        from kcdsl.source.output import write_bytes
 
         self.before = self.now
         with suppress(OSError, Refusal):

@@ -19,7 +19,7 @@ from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import CANNOT_SIGN, USAGE
 from kcdsl.release import OCI
 from kcdsl.release.image_policies import cue_policy, rego_policy
-from kcdsl.source.writing import NewFile, result
+from kcdsl.source.output import NewFile, result
 from kcdsl_certs.encoding.strict import canonical_json, time_text
 from kcdsl_certs.signatures import (
     Envelope,

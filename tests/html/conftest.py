@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kcdsl.verdict.html import page
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from tests.support.browser import Browser, browser
 from tests.support.evidence import clause, evidence
 

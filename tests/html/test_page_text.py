@@ -14,7 +14,7 @@ from kcdsl.verdict.html.page import heatmap
 from kcdsl.verdict.html.svg import labels, powers, ticks
 from kcdsl.verdict.messages import brief, findings, how_far
 from kcdsl.verdict.report import Precheck
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from tests.support.evidence import clause, evidence
 
 ATTACK = "\"><script>alert(1)</script><img src=x onerror=alert(2)>'&{{7*7}}"

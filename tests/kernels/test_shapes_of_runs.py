@@ -14,7 +14,7 @@ from bench.kernels import Case
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.files import Artefacts
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl_backends.certifier.statements.problems import certified_block_drift
 from kcdsl_backends.empirical.sources.kernels.engines import exact_settings
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel

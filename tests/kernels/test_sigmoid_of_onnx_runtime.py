@@ -12,7 +12,7 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes.state import StoredParameters

@@ -17,7 +17,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import KERNEL_NUMERICS
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.drift.boxes import NoBound

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from tests.support.commands import PLAIN_TERMINAL, run_here
 from tests.support.fake_server import FakeServer, serving
 from tests.support.files import files_below

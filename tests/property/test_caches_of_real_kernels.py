@@ -19,8 +19,8 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.llama import build
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.graph import Node
-from kcdsl.model.loading import load_model
-from kcdsl.model.lowering.caching import with_caches
+from kcdsl.model.loader import load_model
+from kcdsl.model.lowering.kv_cache import with_caches
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack.quantised_inputs import cached

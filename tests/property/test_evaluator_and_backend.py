@@ -17,7 +17,7 @@ from kcdsl.ir import terms as ir
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.printer import formula_text
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
-from kcdsl_backends.empirical.decide.results import decide_clause
+from kcdsl_backends.empirical.decision.results import decide_clause
 from kcdsl_backends.empirical.table import evidence as measured
 from kcdsl_backends.empirical.table.requirements import WINDOW, norm_name
 from tests.support.semantics.evaluation import Truth, answers

@@ -16,7 +16,7 @@ from torch import Tensor
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures import bert, llama
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.certifier.statements.problems import ProblemFactory, certified_block_drift
 from kcdsl_backends.drift.boxes import NoBound

@@ -20,7 +20,7 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack, with_orders
 from kcdsl_backends.attack.operations import ORDERS

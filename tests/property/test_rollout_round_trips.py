@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kcdsl.diagnostics.model import Refusal
 from kcdsl_backends.empirical.sources.rollouts.layouts import mapped
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of, run_of
+from kcdsl_backends.empirical.sources.rollouts.reader import RecordedRollouts, assemble
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side
-from kcdsl_backends.empirical.sources.rollouts.recording import RecordedRollouts, assemble
 from kcdsl_backends.empirical.sources.rollouts.rows import read_rows
 from tests.support import recordings
 

@@ -15,7 +15,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.lowering import block_graph
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import resolve

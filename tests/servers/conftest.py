@@ -12,7 +12,7 @@ import pytest
 from kcdsl.ir.kernels import KernelRef, LogProbabilities, Service
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.empirical.sources.servers.kernel import ServerKernel, load_server
 from kcdsl_backends.empirical.sources.servers.transport import Limits

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.verdict.studies.attribution import Attribution
 from kcdsl_backends.empirical.attribution import sources
 from kcdsl_backends.empirical.attribution.backend import conclude

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model import registry
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.attack import attack
 from kcdsl_backends.certifier.statements.problems import ProblemFactory, claim_margin

@@ -8,7 +8,7 @@ from typing import Any
 from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.table.evidence import EvidenceTable
 from kcdsl_backends.empirical.table.rows import records
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import kcdsl_grammar
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl.syntax.errors import build_lark
 
 

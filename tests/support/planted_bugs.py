@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import attention_mask
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import resolve
 from kcdsl.verdict.report import Precheck

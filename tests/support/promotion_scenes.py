@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kcdsl.api.checking import CheckSettings
+from kcdsl.api.certificates import CheckSettings
 from kcdsl.api.promotion import PromoteSettings, promote
 from kcdsl.check.compile import load_program
 from kcdsl.release.issue import issue
 from kcdsl.release.register import Register
 from kcdsl.release.results import proof_reference
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl_certs.encoding.strict import time_text
 from kcdsl_certs.signatures import SigningKey, load_private
 from kcdsl_certs.statement import CertifiedClause

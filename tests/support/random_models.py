@@ -13,7 +13,7 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures.bert import build as build_bert
 from kcdsl.model.architectures.llama import build as build_llama
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 
 
 def random_model(config: dict[str, Any], folder: Path, seed: int) -> Model:

@@ -21,7 +21,7 @@ from kcdsl.model.presets import resolve
 from kcdsl.release.issue import evidence_entries, issue, result_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl_certs.encoding.reals import real_text
 from kcdsl_certs.signatures import SigningKey, load_private
 from kcdsl_certs.statement import CertifiedClause, Evidence, EvidenceFile, ProofReference, Verdict

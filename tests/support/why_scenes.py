@@ -16,7 +16,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Clause
 from kcdsl.release.register import Promotion, PromotionReason, PromotionState, Register, Run
 from kcdsl.verdict.studies.causes import Explanation
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.table.evidence import EvidenceTable
 from kcdsl_backends.empirical.table.trace import trace_bytes
 from kcdsl_certs.statement import CertifiedClause, Checkpoint, Contract, Kernel, Scope, Triple

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, weight_of
-from kcdsl.model.lowering.caching import uncached
+from kcdsl.model.lowering.kv_cache import uncached
 from kcdsl.model.numerics import Numerics, StaticQuantiser, held_formats
 from kcdsl.model.numerics.formats import FORMATS, LAYOUTS, Format
 from kcdsl_backends.attack.operations import (

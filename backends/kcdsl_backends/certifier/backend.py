@@ -19,7 +19,7 @@ from kcdsl.model.adapters import find_adapter, refuse_unserved, unproved
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import caps_scores
 from kcdsl.model.files import Artefacts
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.presets import refuse_strays, resolve
 from kcdsl.route.catalogue import Execution

@@ -18,7 +18,7 @@ from kcdsl.ir.canonical import digest
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model
 from kcdsl.model.files import Artefacts
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal, goals
 from kcdsl.verdict.counterexample import Replayed

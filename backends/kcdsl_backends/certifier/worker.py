@@ -23,7 +23,7 @@ from kcdsl.diagnostics import Diagnostic, Refusal, codes, refuse
 from kcdsl.ir.terms import Program
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.own_code import imported_code
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal

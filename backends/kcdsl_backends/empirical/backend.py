@@ -12,13 +12,13 @@ import torch
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.studies.causes import Effect, Place
-from kcdsl.verdict.studies.pairing import RunComparison
+from kcdsl.verdict.studies.comparison import RunComparison
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
-from kcdsl_backends.empirical.collection.loading import prepare
+from kcdsl_backends.empirical.collection.inputs import prepare
 from kcdsl_backends.empirical.collection.parallel import ParallelPlan, Recipe
 from kcdsl_backends.empirical.collection.recordings import RolloutContext
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.questions.pairs import (
     compare_runs,
     effects_of,

@@ -14,7 +14,7 @@ from torch import Tensor
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import EvidenceKind, Program
 from kcdsl.model.files import Artefacts
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl.route.catalogue import Execution
 from kcdsl.route.goals import Goal

@@ -23,7 +23,7 @@ from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.graph import Node, View
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.onnx.writer import OnnxBuilder
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal

@@ -17,7 +17,7 @@ from typing import Any
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.documents.chain_document import ChainCase, ChainDocument, Link
 from kcdsl_certs.recheck.documents.document import Apart, Case, Ends, numbers_of
-from kcdsl_certs.recheck.graphs import reading
+from kcdsl_certs.recheck.graphs import strict_json
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node
 
 Source = tuple[str | int | bool | tuple[int, ...], ...]
@@ -83,7 +83,7 @@ def _append(block: Block, wires: list[Wire], entering: Source | None) -> Source:
             known[node.name] = _leaf(block, node)
         else:
             reads = tuple(known[name] for name in node.inputs)
-            attrs = reading.canonical(dict(node.attrs.value))
+            attrs = strict_json.canonical(dict(node.attrs.value))
             form = node.written, tuple(node.parts.items())
             wires.append(Wire(node.op, node.role, node.shape, attrs, reads, node.format, form))
             known[node.name] = ("wire", len(wires) - 1)

@@ -39,7 +39,7 @@ LARGEST_PAYLOAD = 6 * 1024 * 1024
 NEEDED = ("trace", "records", "report", "kernels")
 """The evidence of every measured result: the values of the kernels, the record of each request, the
 report, and the fingerprints of the kernels that ran."""
-ROLES = (*NEEDED, "journal", "counterexample")
+ROLES = (*NEEDED, "run-checkpoint", "counterexample")
 
 
 @dataclass(frozen=True, slots=True)

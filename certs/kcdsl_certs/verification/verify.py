@@ -420,8 +420,8 @@ def check_evidence(predicate: Predicate, found: EvidenceFiles | None, strict: bo
         raise (Rejected if strict else NotRun)("evidence/not-looked-at", detail)
     found.examine(predicate.evidence)
     said = "; ".join(compare_evidence(found, predicate.clauses, predicate.triple))
-    if any(file.role == "journal" for file in predicate.evidence):
-        said += "; a resumed run: some requests are of an earlier one, from its journal"
+    if any(file.role == "run-checkpoint" for file in predicate.evidence):
+        said += "; a resumed run: some requests are of an earlier one, from its run checkpoint"
     if found.missing:
         detail = f"missing: {', '.join(found.missing)}" + (f"; compared: {said}" if said else "")
         raise (Rejected if strict else NotRun)("evidence/missing", detail)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kcdsl.check.expressions.names import Scope
 from kcdsl.check.expressions.statements import formula, trace_fields
-from kcdsl.check.sections.reading import StructureReader
+from kcdsl.check.sections.fields import StructureReader
 from kcdsl.check.sections.records import check_budget, read_budget, record_formula
 from kcdsl.check.sections.structure import RawClause
 from kcdsl.diagnostics import codes

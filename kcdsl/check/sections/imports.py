@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from kcdsl.check.sections.fields import IMPORTED, RawImport, RawName
 from kcdsl.check.sections.libraries import (
     Import,
     Loaded,
@@ -16,7 +17,6 @@ from kcdsl.check.sections.libraries import (
     path_problem,
     rebase,
 )
-from kcdsl.check.sections.reading import IMPORTED, RawImport, RawName
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Edit, Fix
 from kcdsl.diagnostics.report import Reporter, nearest, replacement, suggest

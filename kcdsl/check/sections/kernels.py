@@ -8,7 +8,7 @@ from collections.abc import Mapping as AnyMapping
 from dataclasses import fields, replace
 from fractions import Fraction
 
-from kcdsl.check.sections.reading import SLICE_NAME, RawKernel, StructureReader, identifier
+from kcdsl.check.sections.fields import SLICE_NAME, RawKernel, StructureReader, identifier
 from kcdsl.check.sections.sources import (
     RECORDED,
     SERVERS,

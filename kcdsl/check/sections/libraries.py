@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from kcdsl.check.sections.fields import StructureReader
 from kcdsl.check.sections.kernels import read_kernel
-from kcdsl.check.sections.reading import StructureReader
 from kcdsl.check.sections.structure import RawLibrary, is_library, read_library
 from kcdsl.check.sections.tables import check_slice, check_table
 from kcdsl.diagnostics.codes import DUPLICATE_IDENTIFIER, IMPORT_FILE

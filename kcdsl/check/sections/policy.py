@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from kcdsl.check.sections.clauses import FAMILIES, check_action
-from kcdsl.check.sections.reading import StructureReader
+from kcdsl.check.sections.fields import StructureReader
 from kcdsl.check.sections.structure import ACTION_FIELDS, RawClause
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label

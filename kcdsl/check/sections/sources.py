@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kcdsl.check.sections.reading import RawKernel, StructureReader
+from kcdsl.check.sections.fields import RawKernel, StructureReader
 from kcdsl.check.sections.structure import RawContract
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.report import Reporter, suggest

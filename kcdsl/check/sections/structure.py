@@ -10,7 +10,7 @@ from collections import abc
 from collections.abc import Collection
 from typing import NamedTuple
 
-from kcdsl.check.sections.reading import (
+from kcdsl.check.sections.fields import (
     CLAUSE_ID,
     PAIR,
     ROLES,

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kcdsl.check.expressions.fields import predicate
 from kcdsl.check.expressions.names import other_unit, quantity
-from kcdsl.check.sections.reading import RawRow, RawSlice, RawTable
+from kcdsl.check.sections.fields import RawRow, RawSlice, RawTable
 from kcdsl.diagnostics import codes
 from kcdsl.diagnostics.model import Fix, Label
 from kcdsl.diagnostics.report import Reporter, replacement

@@ -35,7 +35,7 @@ from kcdsl.model.presets import resolve
 from kcdsl.route.router import Route, route
 from kcdsl.source.config import load_config
 from kcdsl.source.files import decode_source, in_contract, read_source
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 
 if TYPE_CHECKING:
     from kcdsl.verdict.studies.difference import Relation
@@ -214,7 +214,7 @@ def _block_model(path: Path, block: str, length: int) -> bytes:
     that reads token ids, or has experts.
     """
     from kcdsl.model.files import Artefacts
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
     from kcdsl.model.lowering.evaluate import traced_format
     from kcdsl.model.lowering.export import block_graph
     from kcdsl.model.lowering.routes import routers
@@ -343,7 +343,7 @@ class DiffCommand(Command):
     def run(self) -> Exit:
         """Print the difference; exit code 1 if the new one may accept more, or states less, than
         the old one, 3 if that is undecided."""
-        from kcdsl.api.checking import are_certificates
+        from kcdsl.api.certificates import are_certificates
         from kcdsl.verdict.studies.difference import Relation
 
         files = [Path(name) for name in (self.old, self.new)]
@@ -355,7 +355,7 @@ class DiffCommand(Command):
         return Exit.INCONCLUSIVE if relation is Relation.UNDECIDED else Exit.HELD
 
     def _certificates(self, old: Path, new: Path) -> tuple[Relation, str]:
-        from kcdsl.api.checking import differing
+        from kcdsl.api.certificates import differing
         from kcdsl.verdict.studies.certificate_difference import full
 
         found = differing(old, new)

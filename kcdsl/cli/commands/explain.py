@@ -251,7 +251,7 @@ def _show_sizes(name: str, given: str | None, folder: str | None) -> None:
     from kcdsl.model.files import Artefacts
     from kcdsl.route.catalogue import catalogue
     from kcdsl.route.goals import goals
-    from kcdsl.source.writing import make_folder, result, write_together
+    from kcdsl.source.output import make_folder, result, write_together
 
     contract = read_contract(given)
     goal = next((one for one in goals(contract.program) if one.clause.id == name), None)
@@ -281,7 +281,7 @@ def _write_queries(name: str, given: str | None, folder: str) -> None:
     from kcdsl.api.backends import query_solver
     from kcdsl.model.files import Artefacts
     from kcdsl.route.goals import goals
-    from kcdsl.source.writing import make_folder, result, write_together
+    from kcdsl.source.output import make_folder, result, write_together
 
     contract = read_contract(given)
     goal = next((one for one in goals(contract.program) if one.clause.id == name), None)

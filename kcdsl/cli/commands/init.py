@@ -61,7 +61,7 @@ class InitCommand(Command):
     def run(self) -> Exit:
         """Write the contract and its further files; --force replaces only the contract."""
         from kcdsl.draft.origin import DraftRequest, draft_of
-        from kcdsl.source.writing import NewFile, make_folder, write_together
+        from kcdsl.source.output import NewFile, make_folder, write_together
 
         here = Path()
         wanted = DraftRequest(
@@ -97,7 +97,7 @@ def _measured(found: DraftFiles) -> DraftFiles:
     from kcdsl.api.evaluation import EvaluateSettings
     from kcdsl.api.verification import VerifySettings
     from kcdsl.draft.measure import measured_clauses
-    from kcdsl.source.writing import write_bytes
+    from kcdsl.source.output import write_bytes
 
     evaluating = EvaluateSettings(seconds=5.0, bound_seconds=0.0, progress=progress_bars, tell=say)
     verifying = VerifySettings(attack=False, confirm=False, cache="off", progress=progress_bars)
@@ -124,7 +124,7 @@ def _refuse_defect(text: str, found: DraftFiles) -> None:
     any file is written. The checkpoint of an example is not there yet."""
     from kcdsl.check.compile import compile_source
     from kcdsl.model.files import Artefacts
-    from kcdsl.model.loading import load_structure
+    from kcdsl.model.loader import load_structure
 
     sink = Sink()
     program = compile_source(SourceFile(str(found.contract), text), sink)

@@ -217,7 +217,7 @@ class _Session:
         if path is None:
             sys.stdout.write(mended.source.text)
         elif mended.source.text != source.text:
-            from kcdsl.source.writing import write_bytes
+            from kcdsl.source.output import write_bytes
 
             write_bytes(path, mended.source.text.encode("utf-8"), path.stat().st_mode & 0o777)
         self._keep(mended.analysis, mended.left)
@@ -247,7 +247,7 @@ class _Session:
         )
         for output in settings.outputs:
             if output.file is not None:
-                from kcdsl.source.writing import write_bytes
+                from kcdsl.source.output import write_bytes
 
                 text = render(shown, output.format, None, about)
                 # File names may contain undecodable bytes, which are escaped in JSON.

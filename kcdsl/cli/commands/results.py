@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from kcdsl.ir.terms import Program
     from kcdsl.verdict.counterexample import Replayed
     from kcdsl.verdict.report import Report as Concluded
+    from kcdsl.verdict.studies.comparison import RunComparison
     from kcdsl.verdict.studies.convergence import Convergence
-    from kcdsl.verdict.studies.pairing import RunComparison
     from kcdsl_certs.statement import Expectation, Predicate
 
 

@@ -130,7 +130,7 @@ class AttributeCommand(CodeOptions):
 
     def run(self) -> Exit:
         """Attribute, write the document, print the result."""
-        from kcdsl.source.writing import make_folder, result, write_together
+        from kcdsl.source.output import make_folder, result, write_together
 
         contract = read_contract(self.contract)
         refuse_foreign_code(contract, allowed=self.allow_code)
@@ -340,7 +340,7 @@ class ExperimentCommand(CodeOptions):
 
     def run(self) -> Exit:
         """Run the experiment: write cells as they are measured, and the rest at the end."""
-        from kcdsl.source.writing import make_folder, result, write_together
+        from kcdsl.source.output import make_folder, result, write_together
         from kcdsl.verdict.html.experiment import experiment_page
 
         self._refuse_options_of_the_other()

@@ -45,7 +45,7 @@ def write_text(text: str, file: str | Path | None) -> None:
     if file is None:
         sys.stdout.write(text)
         return
-    from kcdsl.source.writing import write_bytes
+    from kcdsl.source.output import write_bytes
 
     path = Path(file)
     if _is_binary(path):

@@ -16,7 +16,7 @@ from typing import Any
 from kcdsl.check.compile import Analysis
 from kcdsl.check.expressions.names import BLOCK, FUNCTIONS
 from kcdsl.check.fixes import edited
-from kcdsl.check.sections.reading import CLAUSE_ID, SLICE_NAME
+from kcdsl.check.sections.fields import CLAUSE_ID, SLICE_NAME
 from kcdsl.diagnostics.model import Edit, Severity, Sink
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.ir import terms as ir

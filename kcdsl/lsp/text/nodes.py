@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kcdsl.check.compile import Analysis
-from kcdsl.check.sections.reading import RawImport, RawSlice, RawTable
+from kcdsl.check.sections.fields import RawImport, RawSlice, RawTable
 from kcdsl.diagnostics.spans import SourceFile, Span
 from kcdsl.lsp.text.lexemes import Lexeme, Role, Start, lexemes
 from kcdsl.source.scalar_map import ScalarMap, map_scalar

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.checkpoint.headers import read_headers
 from kcdsl.source.files import is_settled, open_file, open_regular, shown, user_place
-from kcdsl.source.writing import make_folder, write_bytes
+from kcdsl.source.output import make_folder, write_bytes
 from kcdsl_certs.statement.manifest import Manifest, Resource
 
 RESIDENT = 1 << 28

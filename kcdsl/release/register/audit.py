@@ -13,9 +13,9 @@ from typing import Any
 from sqlalchemy import Connection, Table, create_engine, func, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from kcdsl.release.register.admission import entry_of
 from kcdsl.release.register.events import BEFORE_FIRST, Event, EventKind, hash_of, parse_event
 from kcdsl.release.register.projections import apply
-from kcdsl.release.register.recording import entry_of
 from kcdsl.release.register.records import CERTIFICATE
 from kcdsl.release.register.schema import (
     PROJECTIONS,

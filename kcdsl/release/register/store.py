@@ -16,12 +16,7 @@ from kcdsl.diagnostics import Diagnostic, Refusal, refuse
 from kcdsl.diagnostics.codes import NOT_RECORDED, REGISTER_DAMAGED, STALE_SLOT
 from kcdsl.release.issue import utc_now
 from kcdsl.release.register import queries
-from kcdsl.release.register.audit import Audit, audit
-from kcdsl.release.register.chain import Chain, begin, head_in
-from kcdsl.release.register.database import WAIT, Location, RegisterDatabase, revision_of, upgrade
-from kcdsl.release.register.events import BEFORE_FIRST, Event, EventKind, hash_of, parse_event
-from kcdsl.release.register.projections import MARK, slot_after
-from kcdsl.release.register.recording import (
+from kcdsl.release.register.admission import (
     read_bundle,
     record,
     record_run,
@@ -30,6 +25,11 @@ from kcdsl.release.register.recording import (
     refuse_unfounded,
     run_of,
 )
+from kcdsl.release.register.audit import Audit, audit
+from kcdsl.release.register.chain import Chain, begin, head_in
+from kcdsl.release.register.database import WAIT, Location, RegisterDatabase, revision_of, upgrade
+from kcdsl.release.register.events import BEFORE_FIRST, Event, EventKind, hash_of, parse_event
+from kcdsl.release.register.projections import MARK, slot_after
 from kcdsl.release.register.records import (
     PROMOTION,
     REVOCATION,

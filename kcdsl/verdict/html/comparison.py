@@ -8,7 +8,7 @@ from kcdsl.diagnostics.render.terminal import counted
 from kcdsl.verdict.html.document import Part, Sheet, SheetCell, document_page
 from kcdsl.verdict.model import SIGNS
 from kcdsl.verdict.quantities import UNREACHED, distinct_text, quantity, rate_text, scale
-from kcdsl.verdict.studies.pairing import (
+from kcdsl.verdict.studies.comparison import (
     MeasureDelta,
     PairedRow,
     PassRate,

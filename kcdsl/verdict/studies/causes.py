@@ -20,7 +20,7 @@ from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.report import deferred_name
-from kcdsl.verdict.studies.pairing import PairedRow, regression_text
+from kcdsl.verdict.studies.comparison import PairedRow, regression_text
 from kcdsl_certs.statement import CertifiedClause, Verdict
 
 Factor = Literal["kernels", "checkpoint"]

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kcdsl.verdict.quantities import quantity
-from kcdsl.verdict.studies.pairing import (
+from kcdsl.verdict.studies.comparison import (
     MeasureDelta,
     PairedRow,
     RunComparison,

@@ -20,7 +20,7 @@ from kcdsl.ir.obligations import named_slices, obligations_of
 from kcdsl.ir.terms import Program
 from kcdsl.verdict.model import Held, InvalidEvidence, Violated
 from kcdsl.verdict.result import ClauseResult
-from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
+from kcdsl_backends.empirical.decision.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
 from kcdsl_backends.empirical.sources.tokens.database import opened
 from kcdsl_backends.empirical.sources.tokens.tables import open_tables

@@ -17,7 +17,7 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl_backends.empirical.diagnoses.weights import weights_digests
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from tests.conftest import Cli

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.ir.terms import KernelRef, ModelRef
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from tests.conftest import Cli
 

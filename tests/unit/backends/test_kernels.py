@@ -25,7 +25,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.attention import Composed
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.numerics.weights import linear_weight, plain_parameter
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.sources.kernels.engines import exact_settings

@@ -14,7 +14,7 @@ import torch
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl.route.catalogue import catalogue
 from kcdsl.route.goals import goals

@@ -11,7 +11,7 @@ from kcdsl_backends.conformance.goals import known_goals
 from kcdsl_backends.smt.drift.backend import DriftGoal
 from kcdsl_backends.smt.drift.forms import Constraint, Inequality
 from kcdsl_backends.smt.drift.marabou import BACKEND, MarabouQuestion
-from kcdsl_backends.smt.drift.solving import DriftElement, DriftQuestion, Search
+from kcdsl_backends.smt.drift.search import DriftElement, DriftQuestion, Search
 from kcdsl_backends.smt.solver import Outcome
 from tests.unit.backends.test_z3_drift import KERNELS, Rectified, attained, problem_of, radius_of
 

@@ -16,7 +16,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import CHANGED_MEANWHILE, KERNEL_NUMERICS, NUMERICS
 from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.onnx.files import read_onnx
 from kcdsl.model.onnx.quantisation import without_quantisers
 from kcdsl_backends.empirical.sources.kernels.onnx_runtime import saturates

@@ -16,7 +16,7 @@ from kcdsl.diagnostics.codes import KERNEL_FAILED, KERNEL_NUMERICS, NO_PACKAGE
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.adapters import ADAPTERS, refuse_unserved
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.sources.kernels import engines

@@ -23,7 +23,7 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.sources.kernels.onnx_file import FileKernel, load_own_file
 from tests.support.onnx_files import model_of, save_decoder

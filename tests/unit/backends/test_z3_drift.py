@@ -23,7 +23,7 @@ from kcdsl_backends.real_arithmetic import allowances
 from kcdsl_backends.smt.drift import backend as module
 from kcdsl_backends.smt.drift.backend import BACKEND, DriftGoal
 from kcdsl_backends.smt.drift.forms import Constraint, SymbolForm, System, row
-from kcdsl_backends.smt.drift.solving import DriftQuestion, Search, targets
+from kcdsl_backends.smt.drift.search import DriftQuestion, Search, targets
 from kcdsl_backends.smt.solver import Outcome
 from tests.support.proofs import static
 from tests.support.random_modules import model_of, random_module

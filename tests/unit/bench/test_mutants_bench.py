@@ -154,30 +154,30 @@ import pathlib, sys
 import bench.mutants_trials as trials
 from bench.mutants_changes import mutants_of
 from bench.mutants_tests import CHECKER
-from bench.mutants_trials import Journal, Round, Trial, alone, together, without_defect
+from bench.mutants_trials import ResultCache, Round, Trial, alone, together, without_defect
 
 file = "tests/unit/certs/test_recheck_formats.py"
-journal = Journal(pathlib.Path(sys.argv[1]))
-known = without_defect(file, journal)
+cache = ResultCache(pathlib.Path(sys.argv[1]))
+known = without_defect(file, cache)
 assert not any(name.startswith("kcdsl_certs.recheck") for name in sys.modules)
 print(known.failed, len(known.tests) > 5, any(result.blocks for result in known.tests.values()))
 here = list(mutants_of(CHECKER / "numerics" / "formats.py"))
 some = [mutant for mutant in here if mutant.kind in ("extreme", "sign")][:2]
 elsewhere = next(mutants_of(CHECKER / "documents" / "hints.py"))
 trial = lambda mutant: Trial(mutant, tuple(known.meeting({mutant.block})), 9)
-print(len(some), {alone(trial(mutant), journal).partition("::")[0] for mutant in some})
-print(repr(alone(trial(elsewhere), journal)))
-found = together(Round(file, (*some, elsewhere), known), journal)
+print(len(some), {alone(trial(mutant), cache).partition("::")[0] for mutant in some})
+print(repr(alone(trial(elsewhere), cache)))
+found = together(Round(file, (*some, elsewhere), known), cache)
 print(set(found) == {mutant.key for mutant in some}, {t in known.tests for t in found.values()})
 trials.forked = None  # what was found out once is not asked again
-assert without_defect(file, journal) == known
-print(together(Round(file, (some[0],), known), journal) == {some[0].key: found[some[0].key]})
+assert without_defect(file, cache) == known
+print(together(Round(file, (some[0],), known), cache) == {some[0].key: found[some[0].key]})
 """
 
 
 @pytest.mark.full
 def test_defect_is_found_in_its_own_process(tmp_path: Path) -> None:
-    """Alone, among others, and from the journal; a defect that no test reaches is not found."""
+    """Alone, among others, and from the cache; a defect that no test reaches is not found."""
     done = _ran(FINDS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -194,22 +194,22 @@ import pathlib, sys
 import bench.mutants_tests, bench.mutants_trials as trials
 from bench.mutants_changes import mutants_of
 from bench.mutants_tests import CHECKER, SECOND
-from bench.mutants_trials import Journal, Round, failure, forked, together, without_defect
+from bench.mutants_trials import ResultCache, Round, failure, forked, together, without_defect
 
 folder = pathlib.Path(sys.argv[1])
 file = str(folder / "test_small.py")
-journal = Journal(folder / "journal")
+cache = ResultCache(folder / "cache")
 trials.ROOT = folder
 some = [m for m in mutants_of(CHECKER / "numerics" / "formats.py") if m.kind == "sign"][:1]
 text = "import os\\nimport kcdsl_certs.recheck.numerics.formats\\ndef test_it():\\n    {}\\n"
 mark = "import pytest\\npytestmark = pytest.mark.full\\n"
 for what in ("assert 0", "os._exit(3)", "pass"):
     pathlib.Path(file).write_text(text.format(what))
-    answers = [failure(without_defect(file, journal)) for _ in range(2)]
+    answers = [failure(without_defect(file, cache)) for _ in range(2)]
     pathlib.Path(file).write_text(mark + text.format(what))
     later = Round(file, (*some,), tier=SECOND)
-    print(*(a.rpartition(":")[2] for a in answers), together(later, journal))
-print(len(list(journal.folder.iterdir())))
+    print(*(a.rpartition(":")[2] for a in answers), together(later, cache))
+print(len(list(cache.folder.iterdir())))
 print(failure(forked((), [str(folder / "test_absent.py")])) != "")
 """
 

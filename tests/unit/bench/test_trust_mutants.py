@@ -44,7 +44,7 @@ HOLES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "trace": lambda patch: [
         patch.setattr(checker, step, _nothing) for step in ("check_evidence", "check_recount")
     ],
-    "journal": lambda patch: patch.setattr(
+    "run-checkpoint": lambda patch: patch.setattr(
         "kcdsl_backends.empirical.table.checkpoint.hmac.compare_digest", lambda one, other: True
     ),
 }

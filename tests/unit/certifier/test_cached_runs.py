@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kcdsl.ir.terms import Program
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.numerics import (
     Activations,
     KvCache,

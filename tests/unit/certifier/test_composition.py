@@ -41,7 +41,7 @@ from kcdsl_backends.drift.boxes import Box
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.chain import refuse_other
 from kcdsl_certs.recheck.graphs.graph import parse_array, parse_block
-from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs.strict_json import Reader
 from tests.support.chains import chained, small
 from tests.support.small_models import write_contract, write_model
 

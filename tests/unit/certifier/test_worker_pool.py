@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kcdsl.diagnostics import Refusal, codes
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.route.catalogue import Execution
 from kcdsl_backends.certifier import worker_pool
 from kcdsl_backends.certifier.cache import rules_version

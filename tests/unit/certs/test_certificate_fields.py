@@ -83,7 +83,7 @@ WORDS: dict[str, tuple[str, ...]] = {
         "census/1", "attack/1", "affine/1", "chain+interval/1", "one-sided-limits/1",
         "clopper-pearson/1", "bound-chain/1",
     ),
-    f"{PREDICATE}.evidence[].role": ("trace", "report", "journal", "counterexample"),
+    f"{PREDICATE}.evidence[].role": ("trace", "report", "run-checkpoint", "counterexample"),
     f"{PREDICATE}.evidence[].path": ("trace.jsonl", "../report.json", "gone.json"),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import pytest
 
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine import remainders
-from kcdsl_certs.recheck.graphs import reading
+from kcdsl_certs.recheck.graphs import strict_json
 from tests.support.chains import chained
 from tests.support.mutation.changes import Change, array_of, changes
 from tests.support.mutation.vocabulary import with_names
@@ -99,7 +99,7 @@ def regraph(document: Document, number: int, change: Callable[[Document], object
     link = links(document)[number]
     entry = copy.deepcopy(document["graphs"][link["graph"]])
     change(entry["graph"])
-    digest = hashlib.sha256(reading.canonical(entry["graph"])).hexdigest()
+    digest = hashlib.sha256(strict_json.canonical(entry["graph"])).hexdigest()
     document["graphs"][digest] = entry
     link["graph"] = digest
 
@@ -355,7 +355,7 @@ def test_links_of_another_block_are_rejected(tokens: Base) -> None:
         ones = np.ones_like(array_of(entry["constants"][name]))
         entry["constants"][name] = array(ones)
         entry["graph"]["constants"][name] = array_digest(ones)
-        own = hashlib.sha256(reading.canonical(entry["graph"])).hexdigest()
+        own = hashlib.sha256(strict_json.canonical(entry["graph"])).hexdigest()
         document["graphs"][own] = entry
         link["graph"] = own
 
@@ -393,7 +393,7 @@ def test_joined_links_must_equal_the_block_of_the_clause(tokens: Base) -> None:
         """Return a chain that ends a layer earlier, under the name of the block."""
         entry = copy.deepcopy(document["graphs"][document["cases"][0]["graph"]])
         entry["graph"]["output"] = node(entry["graph"], "add")["name"]
-        digest = hashlib.sha256(reading.canonical(entry["graph"])).hexdigest()
+        digest = hashlib.sha256(strict_json.canonical(entry["graph"])).hexdigest()
         document["graphs"][digest] = entry
         document["cases"][0]["graph"] = digest
 
@@ -680,7 +680,7 @@ def test_constants_of_chains_are_those_of_their_graph(halves: Base) -> None:
         case = document["cases"][0]
         entry = copy.deepcopy(document["graphs"][case["graph"]])
         node(entry["graph"], "constant")["attrs"]["key"] = "another"
-        case["graph"] = hashlib.sha256(reading.canonical(entry["graph"])).hexdigest()
+        case["graph"] = hashlib.sha256(strict_json.canonical(entry["graph"])).hexdigest()
         document["graphs"][case["graph"]] = entry
 
     reason, detail = refused(halves, unknown)

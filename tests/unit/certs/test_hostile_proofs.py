@@ -17,7 +17,7 @@ import pytest
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.check import available, boxes, forms
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.graphs.reading import MOST_VALUES
+from kcdsl_certs.recheck.graphs.strict_json import MOST_VALUES
 from tests.support import caches, proofs, sequences
 from tests.support.mutation.bases import made, repaired
 from tests.support.proofs import array

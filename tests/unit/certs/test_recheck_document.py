@@ -26,7 +26,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
-from kcdsl_certs.recheck.graphs.reading import canonical
+from kcdsl_certs.recheck.graphs.strict_json import canonical
 from kcdsl_certs.recheck.interval import parameters
 from kcdsl_certs.recheck.interval.tensors import read
 from tests.support.rationals.exact import recheck_exactly

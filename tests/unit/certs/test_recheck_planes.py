@@ -18,7 +18,7 @@ from kcdsl_certs.recheck.bounds_walk import derive, walk
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
 from kcdsl_certs.recheck.graphs.graph import Node
-from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs.strict_json import Reader
 from kcdsl_certs.recheck.interval.box import Box, exact
 from kcdsl_certs.recheck.interval.state import State
 from kcdsl_certs.recheck.interval.tensors import read

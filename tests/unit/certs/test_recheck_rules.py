@@ -17,7 +17,7 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.affine.form import Passes, Walk
 from kcdsl_certs.recheck.affine.tape import Tape
 from kcdsl_certs.recheck.graphs.graph import Block, Node
-from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs.strict_json import Reader
 from kcdsl_certs.recheck.interval import box, sums
 from kcdsl_certs.recheck.interval.box import Box
 from kcdsl_certs.recheck.interval.state import (

@@ -18,7 +18,7 @@ from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.graphs.graph import Block, Node, array_digest
-from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs.strict_json import Reader
 from kcdsl_certs.recheck.interval import box
 from kcdsl_certs.recheck.interval import parameters as stored
 from kcdsl_certs.recheck.interval.box import Box

@@ -19,9 +19,9 @@ from kcdsl.ir.terms import Clause, Compare, Family, Level, Metric, Number, Stati
 from kcdsl.release.register import Register, Run
 from kcdsl.verdict.model import Held, InvalidEvidence
 from kcdsl.verdict.result import ClauseResult
-from kcdsl.verdict.studies.pairing import OF_TIMED_RUNS, PairedRow, worse_text
-from kcdsl_backends.empirical.decide.aligned import change_of, equally_timed, linear
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl.verdict.studies.comparison import OF_TIMED_RUNS, PairedRow, worse_text
+from kcdsl_backends.empirical.decision.aligned import change_of, equally_timed, linear
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.questions import baselines, pairs
 from kcdsl_backends.empirical.statistics import paired
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable

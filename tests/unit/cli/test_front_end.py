@@ -19,7 +19,7 @@ import pytest
 
 import kcdsl
 from kcdsl.api.causes import WhySettings
-from kcdsl.api.checking import CheckSettings
+from kcdsl.api.certificates import CheckSettings
 from kcdsl.api.contract import find_contract
 from kcdsl.api.evaluation import EvaluateSettings
 from kcdsl.api.verification import VerifySettings

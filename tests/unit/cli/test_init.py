@@ -18,7 +18,7 @@ from kcdsl.check.compile import load_program
 from kcdsl.draft.clauses import DraftEvidence, DraftPurpose, clauses_for
 from kcdsl.draft.quantisation import serving_kernel, stored_kernel
 from kcdsl.ir.terms import KernelRef, ModelRef
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.statistics.planning import units_for_budget
 from tests.support.onnx_files import model_of, quantised_mlp, save_decoder

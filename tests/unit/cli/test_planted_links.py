@@ -44,7 +44,7 @@ RUNS = {
     ),
 }
 """Commands that write results; all but the last of each list are preparations."""
-JOURNALS = {"evaluate": ("out/evaluate.journal",)}
+RUN_CHECKPOINTS = {"evaluate": ("out/evaluate.run-checkpoint",)}
 """Files that are removed when a command ends."""
 
 
@@ -76,7 +76,7 @@ def results(command: str, folder: Path) -> list[Path]:
             before |= made
     for file in made:
         (folder / file).unlink()
-    return [*sorted(made), *map(Path, JOURNALS.get(command, ()))]
+    return [*sorted(made), *map(Path, RUN_CHECKPOINTS.get(command, ()))]
 
 
 def files(folder: Path) -> Iterator[Path]:
@@ -156,8 +156,8 @@ def test_hard_link_is_not_written_through(tmp_path: Path) -> None:
     """An archive may contain one: to its own file, or to a file beside a careless extraction."""
     (tmp_path / "profile").write_bytes(PRECIOUS)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "evaluate.journal").hardlink_to(tmp_path / "profile")
-    checkpoint = RunCheckpoint(tmp_path / "out" / "evaluate.journal")
+    (tmp_path / "out" / "evaluate.run-checkpoint").hardlink_to(tmp_path / "profile")
+    checkpoint = RunCheckpoint(tmp_path / "out" / "evaluate.run-checkpoint")
     with pytest.raises(Refusal, match="cannot be written"):
         checkpoint.open("key")
     assert (tmp_path / "profile").read_bytes() == PRECIOUS

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from kcdsl.check.compile import load_contract
 from kcdsl.diagnostics import Refusal
 from kcdsl.model.architectures.llama import build
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.verdict.counterexample import canonical, digest_of, read_counterexample
 from kcdsl_backends.certifier import replay
 from kcdsl_backends.certifier.statements.problems import ProblemFactory

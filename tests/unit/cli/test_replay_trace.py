@@ -70,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ran = run_here(*EVALUATE, cwd=folder)
     assert ran.code == 1, ran.stderr
     assert "resumed" not in ran.stderr
-    assert not (folder / "out" / "evaluate.journal").exists()
+    assert not (folder / "out" / "evaluate.run-checkpoint").exists()
     return folder
 
 
@@ -131,7 +131,9 @@ def test_deviating_conclusions_are_refused(
     cli: Any, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another version with a changed estimator would reach such conclusions."""
-    monkeypatch.setattr("kcdsl_backends.empirical.decide.results.nearest_double", lambda value: 0.5)
+    monkeypatch.setattr(
+        "kcdsl_backends.empirical.decision.results.nearest_double", lambda value: 0.5
+    )
     ran = cli("replay", "moved.parquet", cwd=elsewhere)
     assert ran.code == 2
     assert "KC633" in ran.stderr
@@ -294,7 +296,7 @@ def test_killed_run_leaves_no_partial_result_and_resumes(
 ) -> None:
     killed(folder, moment, count)
     out = folder / "out"
-    done = requests_in(out / "evaluate.journal")
+    done = requests_in(out / "evaluate.run-checkpoint")
     reference = {p.name: p.read_bytes() for p in (made / "out").iterdir()}
     for path in out.iterdir():  # existing results are complete
         if path.name in reference:
@@ -308,17 +310,17 @@ def test_killed_run_leaves_no_partial_result_and_resumes(
     assert (out / "trace.jsonl").read_bytes() == reference["trace.jsonl"]
     assert ((out / "trace.parquet").read_bytes() == reference["trace.parquet"]) == (done == 0)
     assert cli("replay", out / "trace.parquet").code == 1
-    assert not (out / "evaluate.journal").exists()
+    assert not (out / "evaluate.run-checkpoint").exists()
     notes = json.loads((out / "report.json").read_text())["notes"]
     assert (f"{said} are of an earlier run, from its checkpoint" in notes) == (done > 0)
-    assert (out / "resumed.journal").exists() == (done > 0)
+    assert (out / "resumed.run-checkpoint").exists() == (done > 0)
 
 
 @pytest.mark.full
 def test_kill_from_outside_at_any_time(cli: Any, made: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "kcdsl", *EVALUATE]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    checkpoint = folder / "out" / "evaluate.journal"
+    checkpoint = folder / "out" / "evaluate.run-checkpoint"
     while process.poll() is None and not (checkpoint.exists() and requests_in(checkpoint) >= 2):
         time.sleep(0.005)
     process.kill()
@@ -365,9 +367,9 @@ def test_interrupted_run_says_that_the_command_goes_on(
         patched.setattr(RunCheckpoint, "keep_run", interrupted)
         ran = cli(*EVALUATE, "-o", "made", cwd=folder)
     assert ran.code == 130
-    journal = Path("made", "evaluate.journal")
-    assert f"the same command goes on from {journal}" in ran.stderr
-    assert (folder / journal).is_file()
+    checkpoint = Path("made", "evaluate.run-checkpoint")
+    assert f"the same command goes on from {checkpoint}" in ran.stderr
+    assert (folder / checkpoint).is_file()
 
 
 @pytest.mark.full
@@ -387,7 +389,7 @@ def test_measurements_are_kept_if_results_cannot_be_written(
         ran = cli(*EVALUATE, "-o", "made", "--format", "junit=there/x.xml", cwd=folder)
     assert ran.code == 2
     assert "there is no folder there" in ran.stderr
-    assert [path.name for path in (folder / "made").iterdir()] == ["evaluate.journal"]
+    assert [path.name for path in (folder / "made").iterdir()] == ["evaluate.run-checkpoint"]
     again = cli(*EVALUATE, "-o", "made", cwd=folder)
     assert f"resumed: {len(ROWS)} of {len(ROWS)} requests" in again.stderr
 

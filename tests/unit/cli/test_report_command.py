@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from tests.support.evidence import CLAUSES, clause, evidence
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from kcdsl.model import registry
 from kcdsl.model.checkpoint.headers import metadata_of
 from kcdsl.model.checkpoint.modules import transposed_names
 from kcdsl_backends.empirical.collection.context import KernelContext
-from kcdsl_backends.empirical.collection.loading import prepare
+from kcdsl_backends.empirical.collection.inputs import prepare
 from kcdsl_backends.empirical.collection.resume import input_digests
 from tests.support.quantised import quantise
 from tests.support.small_models import DECODER, write_model

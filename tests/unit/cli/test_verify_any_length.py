@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from kcdsl.ir.terms import Program
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import goals
 from kcdsl_backends.certifier.statements.cases import Case, cases_of, slice_rows

@@ -36,7 +36,7 @@ from kcdsl.ir.terms import (
     ThresholdTable,
 )
 from kcdsl_backends.empirical.collection.context import spoiled_slices
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.metrics.user import functions_record, load_functions
 from kcdsl_backends.empirical.questions.replay import evidence_for, same_functions
 from kcdsl_backends.empirical.table.trace import Trace

@@ -33,7 +33,7 @@ from kcdsl.ir.terms import (
 )
 from kcdsl.verdict.report import Report
 from kcdsl_backends.empirical.collection.context import spoiled_slices
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.questions.replay import evidence_for
 from kcdsl_backends.empirical.table.trace import Trace
 from kcdsl_backends.requests import Request, RequestFile, select

@@ -13,8 +13,8 @@ from bench import coverage, coverage_times
 from bench.coverage_times import errors_of_shares
 from kcdsl.ir.terms import Metric
 from kcdsl.metrics import METRICS
-from kcdsl_backends.empirical.decide.estimates import Settings
-from kcdsl_backends.empirical.decide.estimates import evaluate as estimate
+from kcdsl_backends.empirical.decision.estimates import Settings
+from kcdsl_backends.empirical.decision.estimates import evaluate as estimate
 from kcdsl_backends.empirical.statistics import bootstrap, estimates
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK, Confidence
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kcdsl.ir.terms import Metric, Statistic, Term
 from kcdsl.metrics import MEASURES, METRICS, RECORDED
-from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
+from kcdsl_backends.empirical.decision.estimates import Settings, evaluate
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, gradient_function
 from kcdsl_backends.empirical.sources.kernels import MeasurementPlan
 from kcdsl_backends.empirical.sources.kernels.run import run_request

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl_backends.empirical.sources.rollouts.reader import joined
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout
-from kcdsl_backends.empirical.sources.rollouts.recording import joined
 
 
 def rollout(number: int, prompt: int, group: int | None) -> Rollout:

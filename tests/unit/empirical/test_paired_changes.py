@@ -11,7 +11,7 @@ from scipy import stats
 
 from kcdsl.api import causes
 from kcdsl.ir.terms import Clause
-from kcdsl_backends.empirical.decide.aligned import linear
+from kcdsl_backends.empirical.decision.aligned import linear
 from kcdsl_backends.empirical.questions.pairs import compare_runs
 from kcdsl_backends.empirical.statistics import paired
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable

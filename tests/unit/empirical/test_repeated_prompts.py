@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kcdsl.verdict.model import Held, Inconclusive
-from kcdsl_backends.empirical.decide.repeats import by_prompt
-from kcdsl_backends.empirical.decide.report import conclude, slice_data
-from kcdsl_backends.empirical.decide.values import recorded, require
+from kcdsl_backends.empirical.decision.repeats import by_prompt
+from kcdsl_backends.empirical.decision.report import conclude, slice_data
+from kcdsl_backends.empirical.decision.values import recorded, require
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, SamplingUnit, SliceData, Timing
 from tests.support.evidence import clause, evidence

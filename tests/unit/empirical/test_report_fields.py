@@ -15,7 +15,7 @@ from kcdsl.ir.terms import Abs, Arith, Compare, Metric, Number, Statistic
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.text.report import context_parts
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, SamplingUnit
 from tests.support.evidence import clause, evidence
 from tests.support.reports import report_schema

@@ -14,8 +14,8 @@ import pytest
 
 from kcdsl.diagnostics import Refusal
 from kcdsl_backends.empirical.sources.rollouts.layouts import mapped
+from kcdsl_backends.empirical.sources.rollouts.reader import assemble
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics
-from kcdsl_backends.empirical.sources.rollouts.recording import assemble
 from kcdsl_backends.empirical.sources.rollouts.rows import read_rows
 
 RAW = Semantics("raw")

@@ -13,7 +13,7 @@ import torch
 
 from kcdsl.ir.terms import Metric, Statistic
 from kcdsl.metrics import MEASURES, METRICS, RECORDED, UNMEASURED
-from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
+from kcdsl_backends.empirical.decision.estimates import Settings, evaluate
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.metrics.policies import kl
 from kcdsl_backends.empirical.metrics.sums import intraclass_correlation

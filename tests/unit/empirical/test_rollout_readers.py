@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from kcdsl.diagnostics.model import Refusal
 from kcdsl_backends.empirical.sources.rollouts.layouts import FORMATS, mapped
+from kcdsl_backends.empirical.sources.rollouts.reader import RecordedRollouts, assemble
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics, Side
-from kcdsl_backends.empirical.sources.rollouts.recording import RecordedRollouts, assemble
 from kcdsl_backends.empirical.sources.rollouts.rows import read_rows
 from tests.support import recordings
 

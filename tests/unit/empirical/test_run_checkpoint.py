@@ -21,10 +21,10 @@ from kcdsl.ir.terms import Compare, Family, Metric, ModelRef, Number, Statistic,
 from kcdsl_backends.empirical.bounds.blocks import EACH
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.sources.kernels.run import run_request
-from kcdsl_backends.empirical.table import checkpoint as journals
+from kcdsl_backends.empirical.table import checkpoint as run_checkpoints
 from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun
 from kcdsl_backends.requests import Request
@@ -98,7 +98,7 @@ def plain(lab: Any, function: Any = None) -> Counting:
 def test_killed_evaluation_resumes_and_equals_an_uninterrupted_one(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path, calls: int
 ) -> None:
-    path = tmp_path / "evaluate.journal"
+    path = tmp_path / "evaluate.run-checkpoint"
     whole = collect(setting())
     killed = Counting(lab.drifting(0.02), calls)
     with pytest.raises(Killed):
@@ -272,7 +272,7 @@ def test_truncated_or_changed_record_is_dropped_with_all_after_it(
     if not path.exists():
         run(setting(), path)
     content = path.read_bytes()
-    frames = list(journals._frames(content))
+    frames = list(run_checkpoints._frames(content))
     assert len(frames) == 1 + 20 + EACH
     at = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
@@ -286,19 +286,19 @@ def test_truncated_or_changed_record_is_dropped_with_all_after_it(
     said = [text for text in told if "not written here" not in text]
     assert said == ([f"resumed: {known} of 20 requests"] if known else [])
     assert (tmp_path / "torn").read_bytes().startswith(content[: kept[-1][3] if kept else 0])
-    assert len(list(journals._frames((tmp_path / "torn").read_bytes()))) == len(frames)
+    assert len(list(run_checkpoints._frames((tmp_path / "torn").read_bytes()))) == len(frames)
     assert same(found.slices, collect(setting()).slices)
 
 
 def _forged(content: bytes, secret: bytes, edit: Callable[[list[Any]], list[Any]]) -> bytes:
     """Return a checkpoint of edited frames (kind, content), authenticated by a secret."""
     found, code = b"", b""
-    for kind, data in edit([(kind, data) for kind, data, _, _ in journals._frames(content)]):
+    for kind, data in edit([(kind, data) for kind, data, _, _ in run_checkpoints._frames(content)]):
         sum = hmac.new(secret, digestmod="sha256")
         for part in (code, kind, data):
             sum.update(len(part).to_bytes(8, "little") + part)
         code = sum.digest()
-        found += journals._HEAD.pack(journals._MARK, kind, len(data), code) + data
+        found += run_checkpoints._HEAD.pack(run_checkpoints._MARK, kind, len(data), code) + data
     return found
 
 
@@ -351,7 +351,7 @@ def test_moved_missing_and_foreign_records_are_rejected(
     run(setting(), path)
     run(setting(), other)
     mine, theirs = (
-        [content[a:b] for a, b in pairwise([0, *(f[3] for f in journals._frames(content))])]
+        [content[a:b] for a, b in pairwise([0, *(f[3] for f in run_checkpoints._frames(content))])]
         for content in (path.read_bytes(), other.read_bytes())
     )
     for frames, left in (
@@ -399,7 +399,7 @@ def test_secret_is_not_read_from_the_working_folder(
         assert user_secret() != b"k" * 32
 
 
-def test_journal_in_use_is_not_touched(
+def test_run_checkpoint_in_use_is_not_touched(
     lab: Any, setting: Callable[..., KernelContext], tmp_path: Path
 ) -> None:
     path = tmp_path / "j"

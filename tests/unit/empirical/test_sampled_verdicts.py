@@ -28,7 +28,7 @@ from kcdsl.ir.terms import (
     RegionKind,
 )
 from kcdsl.verdict.model import Held, Inconclusive, verdict_name
-from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all, decide_clause
+from kcdsl_backends.empirical.decision.results import DecisionCase, decide_all, decide_clause
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
@@ -414,7 +414,7 @@ def test_marginally_violated_mean_is_inconclusive_among_many(lab: Any) -> None:
         case = _case(clause, data)
         assert verdicts(lab, [case])[0] == "violated"
         assert verdicts(lab, [case, *others])[0] == wanted
-    strict = decide_clause(far, lab.program(far), data, seed=0, alarm=Fraction(1, 10**9))
+    strict = decide_clause(far, lab.program(far), data, seed=0, violation_error=Fraction(1, 10**9))
     assert isinstance(strict.verdict, Inconclusive)
 
 
@@ -464,7 +464,7 @@ def test_equivalence_needs_two_one_sided_tests(lab: Any) -> None:
 def test_request_is_deterministic_if_all_its_repeats_are(lab: Any) -> None:
     """Repeats of one request are not separate units."""
     from kcdsl_backends.empirical.collection import collect
-    from kcdsl_backends.empirical.decide.report import slice_data
+    from kcdsl_backends.empirical.decision.report import slice_data
     from kcdsl_backends.empirical.table.evidence import Timing
 
     rows = lab.requests(3)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kcdsl.ir.terms import Abs, Arith, Compare, Connective, EvidenceKind, Metric, Number, Term
 from kcdsl.metrics import MEASURES, RECORDED
 from kcdsl.verdict.model import verdict_name
-from kcdsl_backends.empirical.decide.estimates import Settings, slice_metric
-from kcdsl_backends.empirical.decide.results import decide_clause
+from kcdsl_backends.empirical.decision.estimates import Settings, slice_metric
+from kcdsl_backends.empirical.decision.results import decide_clause
 from kcdsl_backends.empirical.statistics import bootstrap
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bench import coverage_ratios
 from kcdsl.ir.terms import Metric
 from kcdsl.metrics import METRICS
-from kcdsl_backends.empirical.decide.estimates import Settings, slice_metric
+from kcdsl_backends.empirical.decision.estimates import Settings, slice_metric
 from kcdsl_backends.empirical.metrics.measures import AGGREGATES, RECORDED_AGGREGATES
 from kcdsl_backends.empirical.metrics.sums import REDRAWN, SHARES, SUMS
 from kcdsl_backends.empirical.statistics import bootstrap

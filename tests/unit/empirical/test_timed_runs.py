@@ -12,9 +12,9 @@ import torch
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Family, KernelRef, ModelRef
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.verdict.model import Inconclusive, verdict_name
-from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
+from kcdsl_backends.empirical.decision.estimates import Settings, evaluate
 from kcdsl_backends.empirical.sources.kernels import timing as runtime
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import TorchKernel, load_kernel
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable

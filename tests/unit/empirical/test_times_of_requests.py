@@ -12,9 +12,9 @@ import pytest
 
 from kcdsl.ir.terms import Clause, EvidenceKind, Family
 from kcdsl.verdict.model import Held, Violated, verdict_name
-from kcdsl_backends.empirical.decide.judgement import judge_for
-from kcdsl_backends.empirical.decide.repeats import by_prompt, by_request, with_drawn_runs
-from kcdsl_backends.empirical.decide.results import decide_clause
+from kcdsl_backends.empirical.decision.judgement import judge_for
+from kcdsl_backends.empirical.decision.repeats import by_prompt, by_request, with_drawn_runs
+from kcdsl_backends.empirical.decision.results import decide_clause
 from kcdsl_backends.empirical.statistics.estimates import ONE_LOOK
 from kcdsl_backends.empirical.table.evidence import Array, SamplingUnit, SliceData
 

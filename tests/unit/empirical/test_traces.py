@@ -29,7 +29,7 @@ from kcdsl.ir.terms import (
     Level,
     UserMetric,
 )
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.metrics.user import UserFunction
 from kcdsl_backends.empirical.table import trace
 from kcdsl_backends.empirical.table.evidence import EvidenceTable, RequestRun, SamplingUnit, Timing

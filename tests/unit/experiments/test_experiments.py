@@ -384,7 +384,7 @@ def test_command_writes_all_files(cli: Cli, folder: Path, tmp_path: Path) -> Non
     assert json.loads(ran.stdout)["cells"][0]["status"] == "ran"
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert names == [
-        "cells.journal",
+        "cells.run-checkpoint",
         "e2.html",
         "e2.json",
     ]

@@ -13,7 +13,7 @@ import pytest
 from kcdsl.check.expressions.fields import TRACE_FIELDS
 from kcdsl.check.expressions.names import FUNCTIONS
 from kcdsl.check.sections.clauses import FAMILIES
-from kcdsl.check.sections.reading import (
+from kcdsl.check.sections.fields import (
     IMPORT_FIELDS,
     KERNEL_FIELDS,
     ROLES,

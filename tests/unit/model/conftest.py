@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from kcdsl.ir.terms import ModelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures import bert, llama
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 
 LLAMA = {
     "model_type": "llama",

@@ -31,7 +31,7 @@ from kcdsl.model.architectures import llama
 from kcdsl.model.architectures.bert import sentence_embedding
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.decoder.rotary import Rotary
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 
 Array = NDArray[np.float64]
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]

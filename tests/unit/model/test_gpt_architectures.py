@@ -18,7 +18,7 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model import registry
 from kcdsl.model.checkpoint import tensors as checkpoints
 from kcdsl.model.configuration import family_of
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.lowering.export import block_graph
 from kcdsl_backends.comparison import compare
 from kcdsl_certs.encoding.rejected import Rejected

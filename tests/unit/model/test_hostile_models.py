@@ -14,7 +14,7 @@ from kcdsl.diagnostics.codes import MODEL_CONFIG, MODEL_FACTORY
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architectures import llama
 from kcdsl.model.configuration import check_config, read_config
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
 CONFIG: dict[str, Any] = {

@@ -20,7 +20,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint.headers import file_header, metadata_of
 from kcdsl.model.checkpoint.schemes import scheme_of
 from kcdsl.model.checkpoint.torchao import torchao_scheme
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval.served import Served, read_served

@@ -18,7 +18,7 @@ from kcdsl.ir.terms import ModelRef
 from kcdsl.model import registry
 from kcdsl.model.checkpoint.headers import metadata_of
 from kcdsl.model.checkpoint.modules import transposed_names
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.numerics.weights import plain_parameter
 from kcdsl.model.presets import resolve
 from kcdsl_certs.encoding.rejected import Rejected

@@ -18,7 +18,7 @@ from kcdsl.release.issue import issue
 from kcdsl.release.register import Register, store
 from kcdsl.release.register.database import upgrade
 from kcdsl.release.results import proof_reference
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl_certs.signatures import SigningKey, load_private
 from kcdsl_certs.statement import CertifiedClause, EvidenceFile, ProofReference
 from tests.support.registries import FakeRegistry, serving
@@ -149,7 +149,7 @@ def certificate(
 def while_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Set the clock to the certificate's validity, without credentials and registry clients."""
     monkeypatch.setattr("kcdsl.release.oci.repository.SETTLED", 0.0)
-    monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: VALID_AT)
+    monkeypatch.setattr("kcdsl.api.certificates.moment_of", lambda text: VALID_AT)
     monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: VALID_AT)
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "no.json"))
 

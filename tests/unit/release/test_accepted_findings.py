@@ -13,7 +13,7 @@ import pytest
 from kcdsl.check.compile import load_contract
 from kcdsl.release.issue import issue
 from kcdsl.release.results import proof_reference
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl_certs.__main__ import main
 from kcdsl_certs.signatures import SigningKey
 from kcdsl_certs.statement import CertifiedClause, EvidenceFile, ProofReference

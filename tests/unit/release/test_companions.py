@@ -42,7 +42,7 @@ def companion(
     cli: Cli, folder: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     """Return a function that runs `kcdsl companions` while the certificate is valid."""
-    monkeypatch.setattr("kcdsl.api.checking.moment_of", lambda text: AT)
+    monkeypatch.setattr("kcdsl.api.certificates.moment_of", lambda text: AT)
     monkeypatch.setattr("kcdsl.release.issue.utc_now", lambda: AT)
 
     def run(

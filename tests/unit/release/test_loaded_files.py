@@ -247,7 +247,7 @@ def test_copy_has_the_digest_of_its_source(tmp_path: Path) -> None:
 
 def test_every_file_of_the_model_is_recorded(folder: Path) -> None:
     from kcdsl.check.compile import load_program
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
 
     program = load_program(folder / "contract.yaml")
     model = load_model(program.model, folder)
@@ -261,7 +261,7 @@ def test_source_of_a_factory_must_not_change_during_the_run(
     tmp_path: Path,
 ) -> None:
     from kcdsl.ir.terms import ModelRef
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
 
     write_model(tmp_path, rows=[{"id": "a", "text": "hello"}])
     source = "from kcdsl.model.architectures.llama import build\n"

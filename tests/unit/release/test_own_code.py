@@ -16,7 +16,7 @@ import pytest
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.model.files import Artefacts
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.own_code import imported_code, record_imports
 from kcdsl.release.artefacts import code_digests, metric_files
 from kcdsl.release.requirements import build_triple
@@ -354,7 +354,7 @@ def test_imports_of_a_resumed_run_are_bound(tmp_path: Path) -> None:
     late = tmp_path / "late.py"
     late.write_text("VALUE = 1\n")
     code = {str(late): ("late.py", sha256(late))}
-    checkpoint = RunCheckpoint(tmp_path / "kept.journal")
+    checkpoint = RunCheckpoint(tmp_path / "kept.run-checkpoint")
     checkpoint.open("key")
     before = OwnCode(Artefacts.of(tmp_path), checkpoint)
     before.imported(code)
@@ -362,7 +362,7 @@ def test_imports_of_a_resumed_run_are_bound(tmp_path: Path) -> None:
     checkpoint.close()
 
     def again() -> tuple[bool, dict[str, tuple[str, str]]]:
-        files, kept = Artefacts.of(tmp_path), RunCheckpoint(tmp_path / "kept.journal")
+        files, kept = Artefacts.of(tmp_path), RunCheckpoint(tmp_path / "kept.run-checkpoint")
         kept.open("key")
         same = recorded_code_unchanged(kept, files)
         kept.close()

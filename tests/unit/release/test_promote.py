@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kcdsl.api import promotion
-from kcdsl.api.checking import CheckSettings
+from kcdsl.api.certificates import CheckSettings
 from kcdsl.diagnostics import Refusal, codes
 from kcdsl.release.promotion import CandidateState, PromotionOutcome
 from kcdsl.release.register import PromotionState, Register, Revoked

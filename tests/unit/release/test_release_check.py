@@ -23,7 +23,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue, result_for
 from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl_certs.signatures import SigningKey, generate
 from kcdsl_certs.statement import (
     ROLES,

@@ -36,7 +36,7 @@ from kcdsl.release.issue import issue, result_for, weakened
 from kcdsl.release.requirements import build_triple, required_clauses
 from kcdsl.release.results import proof_reference, proved_clauses
 from kcdsl.route.goals import goals
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl.verdict.model import Evidence as ProvedBy
 from kcdsl.verdict.model import Held
 from kcdsl.verdict.outcome import CaseOutcome, GoalOutcome
@@ -276,7 +276,7 @@ def test_certificate_is_written_whole_or_not_at_all(
     def full(*words: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kcdsl.source.writing.os.replace", full)
+    monkeypatch.setattr("kcdsl.source.output.os.replace", full)
     with pytest.raises(Refusal, match="No space left"):
         write_bytes(target, b"three")
     assert [p.name for p in target.parent.iterdir()] == ["c.json"]

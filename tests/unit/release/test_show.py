@@ -14,7 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kcdsl.api.checking import moment_of
+from kcdsl.api.certificates import moment_of
 from kcdsl.release.promotion import CandidateState
 from kcdsl.release.register import (
     Promotion,

@@ -15,7 +15,7 @@ import pytest
 from kcdsl.ir.terms import Program
 from kcdsl.release.issue import issue
 from kcdsl.release.results import proof_reference
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl_certs.encoding.strict import canonical_json
 from kcdsl_certs.statement import CertifiedClause, ProofReference, Verdict
 

@@ -18,7 +18,7 @@ from kcdsl.ir.terms import EvidenceKind
 from kcdsl.release.artefacts import checkpoint_manifest
 from kcdsl.release.register import PromotionReason, Register
 from kcdsl.verdict.studies.causes import EFFECTS, Explanation, agreed_rows
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_certs.statement import Verdict
 from tests.support.evidence import clause, program
 from tests.support.registers import clock

@@ -11,7 +11,7 @@ from kcdsl.diagnostics import Refusal
 from kcdsl.model.fingerprint import _DigestCache
 from kcdsl.source.files import SIZE_LIMIT, decode_source, read_source, user_place
 from kcdsl.source.numbers import decimal_text, exact
-from kcdsl.source.writing import NewFile, write_bytes, write_together
+from kcdsl.source.output import NewFile, write_bytes, write_together
 
 
 def refused(path: Path) -> str:

@@ -18,7 +18,7 @@ from kcdsl.diagnostics import codes, refuse
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph
 from kcdsl.model.lowering import block_graph, traced_format
-from kcdsl.model.lowering.caching import with_caches
+from kcdsl.model.lowering.kv_cache import with_caches
 from kcdsl.model.lowering.quantisers import with_quantisers
 from kcdsl.model.lowering.routes import Routes, chosen_routes, routers
 from kcdsl.model.numerics import Numerics

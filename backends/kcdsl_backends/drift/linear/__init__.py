@@ -56,9 +56,10 @@ class LinearPart:
 
 
 @dataclass(frozen=True, slots=True)
-class StraightLinear:
-    """A linear whose linear part is kept in all elements; `source` is the entry of its input,
-    `train` and `infer` are its matrices [out, in]."""
+class LinearOrigin:
+    """The linear of linear images (docs/proofs/difference-planes.md, Rule 3.5); its linear part is
+    kept in all elements. `source` is the entry of its input, `entry` its own; `train` and `infer`
+    are its matrices [out, in]."""
 
     source: int
     entry: int
@@ -76,7 +77,7 @@ class LinearRun:
     nodes: Mapping[str, Node]
     known: dict[str, Known] = field(default_factory=dict)
     index: dict[str, int] = field(default_factory=dict)
-    straight: dict[str, StraightLinear] = field(default_factory=dict)
+    origins: dict[str, LinearOrigin] = field(default_factory=dict)
     met: dict[tuple[str, Unknown], Tensor] = field(default_factory=dict)
     """Rows [..., 1] of nodes in which functionals of elements tightened boxes."""
     readings: dict[str, dict[tuple[str, int] | None, int]] = field(default_factory=dict)

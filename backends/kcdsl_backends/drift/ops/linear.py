@@ -49,7 +49,7 @@ from kcdsl_backends.drift.boxes.sums import (
     saturation_error,
     term_roundings,
 )
-from kcdsl_backends.drift.linear import LinearOperand, LinearPart, LinearRun, StraightLinear
+from kcdsl_backends.drift.linear import LinearOperand, LinearOrigin, LinearPart, LinearRun
 from kcdsl_backends.drift.linear.tape import LINEAR_PASS, Functional, Source, added_adjoints
 from kcdsl_backends.drift.ops.bilinear import Heads, bilinear_remainder
 from kcdsl_backends.drift.ops.operation import Operation
@@ -488,7 +488,7 @@ def linear_linear(run: LinearRun, node: Node) -> None:
 
     whole = run.append(node, reference, vjp, deviation, drift)
     if whole and x.index == run.operand(node, 0).index and reference.dim() == 2:
-        run.straight[node.name] = StraightLinear(x.index, run.index[node.name], train, infer)
+        run.origins[node.name] = LinearOrigin(x.index, run.index[node.name], train, infer)
 
 
 def _linear_quantised(run: LinearRun, node: Node) -> LinearOperand:

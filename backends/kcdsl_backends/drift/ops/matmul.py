@@ -359,16 +359,16 @@ class LinearHeads:
 def linear_heads(
     run: LinearRun, node: Node, position: int, *, transposed: bool = False
 ) -> LinearHeads | None:
-    """Return the forms of an operand, None if it does not come straight from a linear.
+    """Return the forms of an operand, None if it is no linear image.
 
     Args:
         transposed: the operand is [heads, d, T].
     """
     moves, source = views_behind(run, run.source(node, position))
-    straight = run.straight.get(source.name)
-    if straight is None:
+    origin = run.origins.get(source.name)
+    if origin is None:
         return None
-    entry, x = run.tape.entries[straight.entry], run.tape.entries[straight.source]
+    entry, x = run.tape.entries[origin.entry], run.tape.entries[origin.source]
     noise = entry.noise
     assert noise is not None
     place = places_after(entry, moves, transposed=transposed)
@@ -376,7 +376,7 @@ def linear_heads(
     if chosen is None:
         return None
     operand = run.operand(node, position)
-    train, infer = straight.train[chosen], straight.infer[chosen]
+    train, infer = origin.train[chosen], origin.infer[chosen]
     change = infer - train
 
     def gathered(tensor: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import BlockGraph, Node, View
-from kcdsl.model.lowering.caching import uncached
+from kcdsl.model.lowering.kv_cache import uncached
 from kcdsl.model.numerics import Activations, Numerics, held_formats
 from kcdsl.model.numerics.formats import FORMATS
 from kcdsl_backends.drift.affine.adjoint import Adjoint, part_of, permuted, reshaped, summed

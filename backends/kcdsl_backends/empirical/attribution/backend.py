@@ -30,7 +30,7 @@ from kcdsl_backends.empirical.attribution.measurement import (
 )
 from kcdsl_backends.empirical.attribution.shapley import Statistic
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
-from kcdsl_backends.empirical.collection.loading import prepare
+from kcdsl_backends.empirical.collection.inputs import prepare
 from kcdsl_backends.empirical.diagnoses.kernels import Subject as Diagnosed
 from kcdsl_backends.empirical.diagnoses.kernels import run_prechecks
 from kcdsl_backends.empirical.diagnoses.model import POSITIONS, PROBES, blocking

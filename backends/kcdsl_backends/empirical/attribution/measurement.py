@@ -25,7 +25,7 @@ from kcdsl_backends.empirical.attribution.hybrids import (
 )
 from kcdsl_backends.empirical.attribution.shapley import Array, CoalitionColumn, column
 from kcdsl_backends.empirical.collection.context import Progress
-from kcdsl_backends.empirical.decide.repeats import repeated
+from kcdsl_backends.empirical.decision.repeats import repeated
 from kcdsl_backends.empirical.sources.kernels import MeasurementPlan, tensor_digest
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.requests import Request

@@ -25,7 +25,7 @@ from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
 from kcdsl.model.own_code import imported_code
 from kcdsl_backends.empirical.collection.context import KernelContext, plan_for
-from kcdsl_backends.empirical.collection.loading import prepare
+from kcdsl_backends.empirical.collection.inputs import prepare
 from kcdsl_backends.empirical.collection.resume import input_digests
 from kcdsl_backends.empirical.sources.kernels.run import run_request
 from kcdsl_backends.empirical.table.evidence import RequestRun
@@ -49,7 +49,7 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The arguments of `loading.prepare` for a worker that decide values."""
+    """The arguments of `inputs.prepare` for a worker that decide values."""
 
     program: Program
     base: Path

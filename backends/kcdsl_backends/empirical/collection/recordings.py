@@ -30,8 +30,8 @@ from kcdsl_backends.empirical.sources.rollouts.kept import kept_of, mean_kept, r
 from kcdsl_backends.empirical.sources.rollouts.layouts import mapped
 from kcdsl_backends.empirical.sources.rollouts.logits import load_recorded_logits
 from kcdsl_backends.empirical.sources.rollouts.prompts import groups_of
+from kcdsl_backends.empirical.sources.rollouts.reader import RecordedRollouts, assemble
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout, Semantics
-from kcdsl_backends.empirical.sources.rollouts.recording import RecordedRollouts, assemble
 from kcdsl_backends.empirical.sources.rollouts.rows import FileRows, read_rows
 from kcdsl_backends.empirical.table.requirements import holds_logits
 from kcdsl_backends.requests import Request, RequestFile, requests_of, select

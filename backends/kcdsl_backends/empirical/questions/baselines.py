@@ -19,7 +19,7 @@ from scipy import stats
 
 from kcdsl.ir.tables import whole_of
 from kcdsl.verdict.result import ClauseResult
-from kcdsl.verdict.studies.pairing import Band, BandState, Floor
+from kcdsl.verdict.studies.comparison import Band, BandState, Floor
 
 FEWEST_RUNS = 8
 """Smallest number of earlier values for a band."""

@@ -31,7 +31,7 @@ from kcdsl_backends.empirical.table.checkpoint import RunCheckpoint
 
 Prepare = Callable[..., Any]
 """Loads a contract: `EmpiricalBackend.prepare`."""
-CHECKPOINT = "cells.journal"
+CHECKPOINT = "cells.run-checkpoint"
 """The name of the file that keeps the cells of an experiment."""
 
 

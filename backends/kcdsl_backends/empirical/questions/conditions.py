@@ -34,11 +34,11 @@ from kcdsl_backends.empirical.collection.context import (
     plan_for,
 )
 from kcdsl_backends.empirical.collection.kernels import prechecks_of
-from kcdsl_backends.empirical.decide.comparison import narrow_reasons
-from kcdsl_backends.empirical.decide.judgement import evidence_kind
-from kcdsl_backends.empirical.decide.repeats import by_prompt
-from kcdsl_backends.empirical.decide.report import why_blocked
-from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
+from kcdsl_backends.empirical.decision.comparison import narrow_reasons
+from kcdsl_backends.empirical.decision.judgement import evidence_kind
+from kcdsl_backends.empirical.decision.repeats import by_prompt
+from kcdsl_backends.empirical.decision.report import why_blocked
+from kcdsl_backends.empirical.decision.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.questions.cells import (
     Prepare,

@@ -23,7 +23,7 @@ from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import ClauseResult
 from kcdsl.verdict.result import reason as verdict_reason
 from kcdsl.verdict.studies.causes import EFFECTS, FAILED, Effect, Place
-from kcdsl.verdict.studies.pairing import (
+from kcdsl.verdict.studies.comparison import (
     OF_TIMED_RUNS,
     Band,
     Floor,
@@ -32,16 +32,16 @@ from kcdsl.verdict.studies.pairing import (
     PassRate,
     RunComparison,
 )
-from kcdsl_backends.empirical.decide.aligned import (
+from kcdsl_backends.empirical.decision.aligned import (
     change_of,
     equally_timed,
     magnitude,
     orders_of,
     within_of_requests,
 )
-from kcdsl_backends.empirical.decide.estimates import Settings
-from kcdsl_backends.empirical.decide.judgement import Judge, count
-from kcdsl_backends.empirical.decide.report import conclude, sampled_data, slice_data
+from kcdsl_backends.empirical.decision.estimates import Settings
+from kcdsl_backends.empirical.decision.judgement import Judge, count
+from kcdsl_backends.empirical.decision.report import conclude, sampled_data, slice_data
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
 from kcdsl_backends.empirical.questions.baselines import Document, bands, floors, usable, within
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable

@@ -13,8 +13,8 @@ import numpy as np
 from kcdsl.ir.obligations import Obligation
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Statistic, Term
-from kcdsl_backends.empirical.decide.report import sampled_data, slice_data
-from kcdsl_backends.empirical.decide.values import Side, token_sums, worst_of_units
+from kcdsl_backends.empirical.decision.report import sampled_data, slice_data
+from kcdsl_backends.empirical.decision.values import Side, token_sums, worst_of_units
 from kcdsl_backends.empirical.statistics.bootstrap import linear_error
 from kcdsl_backends.empirical.statistics.estimates import (
     Array,

@@ -32,7 +32,7 @@ from kcdsl.ir.terms import (
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult
-from kcdsl_backends.empirical.decide.report import decide
+from kcdsl_backends.empirical.decision.report import decide
 from kcdsl_backends.empirical.metrics.measures import (
     AGGREGATES,
     MAGNITUDES,

@@ -17,7 +17,7 @@ from kcdsl.model.adapters import ADAPTERS
 from kcdsl.model.presets import resolve
 from kcdsl_backends.empirical.collection import collect
 from kcdsl_backends.empirical.collection.context import KernelContext, Progress
-from kcdsl_backends.empirical.decide.report import conclude
+from kcdsl_backends.empirical.decision.report import conclude
 from kcdsl_backends.empirical.questions.cells import (
     Prepare,
     cells_in,

@@ -230,7 +230,7 @@ def holm(
     """Return the rejected candidates among `family` hypotheses, and the last level used.
 
     "Promote if all hold" is an intersection of claims: a false one is accepted with at most its own
-    error, so passes need no correction (Berger 1982). "Alarm if any is violated" is a union:
+    error, so passes need no correction (Berger 1982). "Violated if any clause is" is a union:
     violations are corrected by Holm's method, which bounds the probability of any false one under
     any dependence.
 

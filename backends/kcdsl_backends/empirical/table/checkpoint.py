@@ -23,7 +23,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from kcdsl.diagnostics import codes, refuse
-from kcdsl.source.writing import make_folder, open_to_append
+from kcdsl.source.output import make_folder, open_to_append
 from kcdsl_backends.empirical.table import rows
 from kcdsl_backends.empirical.table.evidence import BlockComparison, RequestRun
 from kcdsl_backends.empirical.table.rows import Row

@@ -14,7 +14,7 @@ from torch import Tensor
 from kcdsl.diagnostics.model import at
 from kcdsl.ir.terms import Program
 from kcdsl.model.files import Artefacts
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl.route.goals import Goal
 from kcdsl.verdict.outcome import CaseOutcome
@@ -27,7 +27,7 @@ from kcdsl_backends.process import one_thread
 from kcdsl_backends.real_arithmetic.backend import RealBackend, SolverAnswer
 from kcdsl_backends.smt.drift.encoding import Encoder, coefficients
 from kcdsl_backends.smt.drift.forms import System
-from kcdsl_backends.smt.drift.solving import (
+from kcdsl_backends.smt.drift.search import (
     DriftElement,
     DriftQuestion,
     ElementQuestion,

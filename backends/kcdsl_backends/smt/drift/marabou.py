@@ -11,7 +11,7 @@ from typing import Any
 from kcdsl_backends.real_arithmetic.backend import RealBackend
 from kcdsl_backends.smt.drift.backend import LinearSolver
 from kcdsl_backends.smt.drift.forms import Inequality
-from kcdsl_backends.smt.drift.solving import DriftElement
+from kcdsl_backends.smt.drift.search import DriftElement
 from kcdsl_backends.smt.solver import Outcome
 
 

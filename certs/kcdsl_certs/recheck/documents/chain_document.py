@@ -23,7 +23,7 @@ from kcdsl_certs.recheck.documents.document import (
     parameters_of,
 )
 from kcdsl_certs.recheck.graphs.graph import Array, Block, parse_array, parse_block
-from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs.strict_json import Reader
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 
 CHAIN_SCHEMA = "kcdsl.chain-proof/3"

@@ -14,7 +14,7 @@ from fractions import Fraction
 from kcdsl_certs.encoding.reals import parse_real, real_text
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.documents.hints import PlaneHints, parse_planes
-from kcdsl_certs.recheck.graphs import reading
+from kcdsl_certs.recheck.graphs import strict_json
 from kcdsl_certs.recheck.graphs.any_length import parse_tables
 from kcdsl_certs.recheck.graphs.graph import (
     Array,
@@ -23,7 +23,7 @@ from kcdsl_certs.recheck.graphs.graph import (
     parse_array,
     parse_block,
 )
-from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs.strict_json import Reader
 from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
 from kcdsl_certs.recheck.numerics.specification import parse_kernel
 from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA
@@ -160,7 +160,7 @@ def load(data: bytes) -> Reader:
     """Return a document for reading. Raises Rejected "document/size" or "document/json"."""
     if len(data) > LARGEST_PROOF:
         raise Rejected("document/size", f"{len(data)} bytes")
-    return Reader(reading.load(data, "document/json"), "proof")
+    return Reader(strict_json.load(data, "document/json"), "proof")
 
 
 def proof_of(record: Reader) -> Proof:

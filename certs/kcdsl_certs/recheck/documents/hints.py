@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.graphs.graph import Array, Block, Node, parse_array
-from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs.strict_json import Reader
 
 UNKNOWNS = ("deviation", "drift")
 SIDES = ("below", "above")

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.graphs import reading
-from kcdsl_certs.recheck.graphs.reading import Reader, integer
+from kcdsl_certs.recheck.graphs import strict_json
+from kcdsl_certs.recheck.graphs.strict_json import Reader, integer
 
 GRAPH_SCHEMA = "kcdsl.block-graph/3"
 MOST_NODES = 100_000
@@ -129,7 +129,7 @@ def parse_block(digest: str, record: Reader, constants: Mapping[str, Array]) -> 
         "schema", "block", "nodes", "output", "constants", "input_shape"
     )
     graph.choice("schema", (GRAPH_SCHEMA,))
-    if hashlib.sha256(reading.canonical(value)).hexdigest() != digest:
+    if hashlib.sha256(strict_json.canonical(value)).hexdigest() != digest:
         raise Rejected("graph/digest", f"{place} does not have the digest that is its key")
     _check_constants(graph, constants)
     nodes = tuple(_node(item, place) for item in graph.items("nodes"))

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kcdsl_certs.encoding import onnx
 from kcdsl_certs.encoding.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.graphs import reading
-from kcdsl_certs.recheck.graphs.reading import Reader
+from kcdsl_certs.recheck.graphs import strict_json
+from kcdsl_certs.recheck.graphs.strict_json import Reader
 from kcdsl_certs.statement.manifest import Manifest, Resource
 from kcdsl_certs.statement.weights import (
     LARGEST_INDEX,
@@ -265,7 +265,7 @@ def _stored(header: bytes, size: int) -> tuple[dict[str, _Stored], dict[str, str
     """Return the places of a header's tensors in the `size` bytes after it, and its metadata."""
     if not header.startswith(b"{"):
         raise _bad("the header does not start with '{'")
-    entries = reading.load(header, "checkpoint/format")
+    entries = strict_json.load(header, "checkpoint/format")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _bad("__metadata__ must map strings to strings")

@@ -7,7 +7,7 @@ import struct
 from dataclasses import replace
 
 from kcdsl_certs.encoding.rejected import Rejected
-from kcdsl_certs.recheck.graphs.reading import Reader, integer, real
+from kcdsl_certs.recheck.graphs.strict_json import Reader, integer, real
 from kcdsl_certs.recheck.numerics.formats import (
     CODES,
     FLOAT32,

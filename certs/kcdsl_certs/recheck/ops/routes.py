@@ -19,7 +19,7 @@ from kcdsl_certs.recheck.affine.form import (
 )
 from kcdsl_certs.recheck.affine.tape import TapeEntry
 from kcdsl_certs.recheck.graphs.graph import Node
-from kcdsl_certs.recheck.graphs.reading import integer
+from kcdsl_certs.recheck.graphs.strict_json import integer
 from kcdsl_certs.recheck.interval.box import Bools, Box, Floats, add_down, add_up, raised
 from kcdsl_certs.recheck.interval.state import DriftProblem, State, Value, numeric
 from kcdsl_certs.recheck.numerics.formats import LAYOUTS

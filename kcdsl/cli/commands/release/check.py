@@ -83,7 +83,7 @@ class CheckCommand(TrustOptions):
 
     def run(self) -> Exit:
         """Check certificates: 0 valid, 4 invalid; unreadable files are refused (2)."""
-        from kcdsl.api.checking import CheckSettings, check_certificates
+        from kcdsl.api.certificates import CheckSettings, check_certificates
 
         settings = self.settings(
             CheckSettings, expected=self._write_expectation, progress=long_progress

@@ -48,7 +48,7 @@ class FleetCommand(TrustOptions):
     def run(self) -> Exit:
         """Compare: 0 all kernels agree, 1 two of them disagree, 3 a pair is not decided, 4 the
         certificate of a class is not valid."""
-        from kcdsl.api.checking import moment_of
+        from kcdsl.api.certificates import moment_of
         from kcdsl.api.fleet import checked_class, fleet_of
         from kcdsl.release.signing import signing_keys
 
@@ -75,7 +75,7 @@ class FleetCommand(TrustOptions):
     ) -> None:
         """Sign each class of two or more kernels in a separate file; write all files or none."""
         from kcdsl.api.fleet import class_statements
-        from kcdsl.source.writing import NewFile, make_folder, write_together
+        from kcdsl.source.output import NewFile, make_folder, write_together
         from kcdsl_certs.signatures import bundle_bytes, sign
         from kcdsl_certs.statement import class_bytes
 

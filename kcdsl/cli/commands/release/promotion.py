@@ -106,7 +106,7 @@ class PromoteCommand(SlotCommand, TrustOptions):
     def run(self) -> Exit:
         """Promote: 0 advanced or kept, 1 blocked, frozen or rolled back, 3 held, 4 a certificate is
         not valid."""
-        from kcdsl.api.checking import CheckSettings
+        from kcdsl.api.certificates import CheckSettings
         from kcdsl.api.promotion import PromoteSettings, promote
 
         found = promote(

@@ -61,7 +61,7 @@ class KeygenCommand(Command):
     def run(self) -> Exit:
         """Write both files or none; only the owner can read the private one."""
         from kcdsl.release.signing import password_from
-        from kcdsl.source.writing import NewFile, make_folder, write_together
+        from kcdsl.source.output import NewFile, make_folder, write_together
         from kcdsl_certs.signatures import Algorithm, generate
 
         password = None if self.password_env is None else password_from(self.password_env)
@@ -109,7 +109,7 @@ class SignCommand(Command):
             refuse_other_signers,
             signing_keys,
         )
-        from kcdsl.source.writing import write_bytes
+        from kcdsl.source.output import write_bytes
         from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.signatures import bundle_bytes, sign
         from kcdsl_certs.verification.admission import admit
@@ -257,7 +257,7 @@ class ShowCommand(TrustOptions):
     def run(self) -> Exit:
         """Show it: 0 signed by trusted keys, 3 no trusted keys were given, 4 a check would reject
         it. Files beside it are not read, so 0 does not mean that a check passes."""
-        from kcdsl.api.checking import moment_of, read_certificate, recorded_in
+        from kcdsl.api.certificates import moment_of, read_certificate, recorded_in
         from kcdsl.release.signing import trusted_if_any
         from kcdsl.source.config import load_config
         from kcdsl.verdict.studies.certificate_view import certificate_view
@@ -315,12 +315,12 @@ class CompanionsCommand(TrustOptions):
     def run(self) -> Exit:
         """Write every companion: 0 written, 4 a certificate is invalid or the contract not covered;
         nothing is signed then."""
-        from kcdsl.api.checking import CheckSettings, check_certificates
+        from kcdsl.api.certificates import CheckSettings, check_certificates
         from kcdsl.cli.commands.release.check import print_report
         from kcdsl.release.companions import Image, ValidCertificates, companion_files
         from kcdsl.release.issue import utc_now
         from kcdsl.release.signing import signing_keys
-        from kcdsl.source.writing import make_folder, write_together
+        from kcdsl.source.output import make_folder, write_together
 
         if self.image is None:
             raise refuse(

@@ -56,11 +56,11 @@ class TransferCommand(TrustOptions, CodeOptions, SigningOptions):
     def run(self) -> Exit:
         """Write the transfer: 0 if every result is transferred, 3 if any is not, 4 if the
         certificate itself is not valid."""
-        from kcdsl.api.checking import read_certificate
+        from kcdsl.api.certificates import read_certificate
         from kcdsl.model.files import Artefacts
         from kcdsl.release.signing import refuse_other_signers, signing_keys, tell_unsigned
         from kcdsl.release.transfer import plan
-        from kcdsl.source.writing import write_bytes
+        from kcdsl.source.output import write_bytes
         from kcdsl_certs.encoding.rejected import Rejected
         from kcdsl_certs.verification.transfers import Weights
 

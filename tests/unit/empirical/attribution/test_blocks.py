@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.verdict.studies.attribution import Layers
 from kcdsl_backends.empirical.attribution.blocks import NoSwap, swap_layers
 from kcdsl_backends.empirical.attribution.measurement import AttributedMetric

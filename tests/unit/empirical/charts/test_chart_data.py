@@ -23,7 +23,7 @@ from kcdsl_backends.empirical.charts.series import (
     percentiles,
     positions,
 )
-from kcdsl_backends.empirical.decide.report import conclude, slice_data
+from kcdsl_backends.empirical.decision.report import conclude, slice_data
 from tests.support.evidence import clause, evidence
 
 NUMBERS = st.lists(st.floats(0, 1e12, allow_subnormal=False), min_size=1, max_size=60)

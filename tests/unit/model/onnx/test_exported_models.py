@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kcdsl.ir.terms import ONNX, ModelRef
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl_backends.process import quietly
 from tests.support.commands import run_here
 from tests.support.static_files import quantised

@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ONNX, ModelRef
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.onnx.file_numerics import FileNumerics
 from kcdsl.model.onnx.files import read_onnx
 from kcdsl.model.onnx.quantisation import without_quantisers

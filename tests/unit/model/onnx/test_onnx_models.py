@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.lowering.evaluate import graph_output
 from kcdsl.model.lowering.export import block_graph
 from kcdsl.model.onnx.files import read_onnx

@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model.files import Artefacts
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.numerics import Numerics
 from kcdsl.model.onnx.file_numerics import FileNumerics
 from kcdsl.model.onnx.files import read_onnx

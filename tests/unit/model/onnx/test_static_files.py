@@ -18,7 +18,7 @@ from torch import Tensor
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import ONNX, KernelRef, ModelRef
 from kcdsl.model.architecture import Model
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.numerics import StaticQuantiser
 from kcdsl.model.onnx.files import read_onnx
 from kcdsl.model.onnx.program import OnnxBlock

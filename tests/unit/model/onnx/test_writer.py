@@ -20,7 +20,7 @@ from onnx.reference.op_run import OpRun
 from kcdsl.ir.terms import ONNX, ModelRef
 from kcdsl.model.architecture import Model
 from kcdsl.model.graph import BlockGraph, Node
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.lowering.evaluate import graph_output
 from kcdsl.model.lowering.export import block_graph
 from kcdsl.model.onnx.writer import block_model

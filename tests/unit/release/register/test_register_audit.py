@@ -373,7 +373,7 @@ def test_bundle_without_an_event_is_found(filled: str) -> None:
 
 def _forge(place: str, data: bytes, **changes: Any) -> None:
     """Append a well-chained event about a bundle, bypassing the conditions of the program."""
-    from kcdsl.release.register.recording import entry_of
+    from kcdsl.release.register.admission import entry_of
     from kcdsl_certs.signatures import decode, parse_bundle
     from kcdsl_certs.verification.admission import read_statement
 

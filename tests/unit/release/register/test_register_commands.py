@@ -26,7 +26,7 @@ from kcdsl.release.register import (
     Revoked,
 )
 from kcdsl.release.results import proof_reference
-from kcdsl.source.writing import write_bytes
+from kcdsl.source.output import write_bytes
 from kcdsl_certs.signatures import SigningKey, TrustedKey, TrustPolicy, generate
 from kcdsl_certs.signatures.policy import ROLES
 from kcdsl_certs.statement import CertifiedClause, EvidenceFile, ProofReference, Verdict

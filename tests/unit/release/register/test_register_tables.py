@@ -210,7 +210,7 @@ def test_postgresql_without_its_package_is_refused(monkeypatch: pytest.MonkeyPat
 def test_commands_without_a_register_do_not_import_sqlalchemy(tmp_path: Path) -> None:
     program = (
         "import sys\n"
-        "import kcdsl.api.checking, kcdsl.cli.commands.release.check\n"
+        "import kcdsl.api.certificates, kcdsl.cli.commands.release.check\n"
         "import kcdsl.cli.commands.release.register\n"
         "assert not {'sqlalchemy', 'alembic', 'psycopg'} & sys.modules.keys()\n"
     )

@@ -167,7 +167,7 @@ def _tell_head(command: RegisterCommand, head: RegisterHead) -> None:
 
 
 def _add(command: RegisterCommand, place: str) -> Exit:
-    from kcdsl.api.checking import read_certificate
+    from kcdsl.api.certificates import read_certificate
     from kcdsl.release.register import Register
 
     bundles = [read_certificate(Path(name)) for name in command.names]
@@ -340,7 +340,7 @@ def _head(command: RegisterCommand, place: str) -> Exit:
 
 
 def _check(command: RegisterCommand, place: str) -> Exit:
-    from kcdsl.api.checking import read_certificate
+    from kcdsl.api.certificates import read_certificate
     from kcdsl.release.register import Register
 
     heads = [read_certificate(Path(name)) for name in command.head]

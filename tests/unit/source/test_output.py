@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kcdsl.diagnostics import Refusal
-from kcdsl.source.writing import NewFile, refuse_targets, write_bytes, write_together
+from kcdsl.source.output import NewFile, refuse_targets, write_bytes, write_together
 
 
 def test_file_is_replaced_without_leftovers(tmp_path: Path) -> None:

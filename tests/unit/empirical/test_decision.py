@@ -30,7 +30,7 @@ from kcdsl.ir.terms import (
     Statistic,
 )
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Violated, verdict_name
-from kcdsl_backends.empirical.decide.results import decide_clause
+from kcdsl_backends.empirical.decision.results import decide_clause
 from kcdsl_backends.empirical.table.evidence import SamplingUnit, SliceData
 from kcdsl_backends.empirical.table.requirements import obstacle, windows
 

@@ -21,7 +21,7 @@ from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Arith, Metric, Norm, Number, Statistic, TableValue, Term
 from kcdsl.metrics import UNMEASURED
 from kcdsl.metrics.definition import CACHE
-from kcdsl_backends.empirical.decide.values import (
+from kcdsl_backends.empirical.decision.values import (
     Side,
     column_of,
     extreme_of_requests,

@@ -1,4 +1,4 @@
-"""Read fields of YAML mappings, and the sections that contracts and libraries share."""
+"""Fields of YAML mappings, and the sections that contracts and libraries share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Loading the inputs of a contract, so that its kernels can be run: model, data, kernels,
-bounds."""
+"""The inputs of a contract, loaded so that its kernels can be run: model, data, kernels, bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.checkpoint.ranges import weights_digest
 from kcdsl.model.files import Artefacts
 from kcdsl.model.fingerprint import fingerprint_digest
-from kcdsl.model.loading import load_model
+from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
 from kcdsl_backends.comparison import compared_program
 from kcdsl_backends.empirical.bounds.blocks import Certify

@@ -1,4 +1,4 @@
-"""Validation of entries: signatures and content of a bundle, and the evidence of a decision."""
+"""Admission of entries: signatures and content of a bundle, and the evidence of a decision."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
-from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
-from kcdsl_backends.empirical.decide.repeats import by_request, with_drawn_runs
-from kcdsl_backends.empirical.decide.values import (
+from kcdsl_backends.empirical.decision.estimates import Settings, evaluate
+from kcdsl_backends.empirical.decision.repeats import by_request, with_drawn_runs
+from kcdsl_backends.empirical.decision.values import (
     Side,
     beyond_of,
     counted_units,

@@ -21,10 +21,10 @@ from kcdsl.verdict.report import ClauseWarning, Precheck, Report, SliceSummary, 
 from kcdsl.verdict.result import ClauseResult
 from kcdsl_backends.empirical.charts import charts_of
 from kcdsl_backends.empirical.charts.series import mean
-from kcdsl_backends.empirical.decide.comparison import result_context
-from kcdsl_backends.empirical.decide.judgement import evidence_kind
-from kcdsl_backends.empirical.decide.repeats import by_prompt, repeated, with_drawn_runs
-from kcdsl_backends.empirical.decide.results import DecisionCase, decide_all
+from kcdsl_backends.empirical.decision.comparison import result_context
+from kcdsl_backends.empirical.decision.judgement import evidence_kind
+from kcdsl_backends.empirical.decision.repeats import by_prompt, repeated, with_drawn_runs
+from kcdsl_backends.empirical.decision.results import DecisionCase, decide_all
 from kcdsl_backends.empirical.diagnoses.model import blocking
 from kcdsl_backends.empirical.metrics.user import measures_of
 from kcdsl_backends.empirical.statistics.estimates import CONFIDENCE

@@ -23,8 +23,8 @@ from kcdsl.verdict.result import (
     ResultContext,
 )
 from kcdsl_backends.empirical.bounds.requests import LOWER_BOUNDS, MAGNITUDES
-from kcdsl_backends.empirical.decide.estimates import Settings, evaluate
-from kcdsl_backends.empirical.decide.values import Side, worst_of_units
+from kcdsl_backends.empirical.decision.estimates import Settings, evaluate
+from kcdsl_backends.empirical.decision.values import Side, worst_of_units
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
 from kcdsl_backends.empirical.statistics.rates import quantile_rank
 from kcdsl_backends.empirical.table.evidence import Array, EvidenceTable, SamplingUnit, SliceData

@@ -34,7 +34,7 @@ from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Vi
 from kcdsl.verdict.quantities import nearest_double
 from kcdsl.verdict.report import Statistics
 from kcdsl.verdict.result import ClauseResult, Estimator, ExceedanceCount, RateLimit
-from kcdsl_backends.empirical.decide.judgement import (
+from kcdsl_backends.empirical.decision.judgement import (
     Counted,
     Judge,
     count,
@@ -44,7 +44,7 @@ from kcdsl_backends.empirical.decide.judgement import (
     judge_for,
     within_budget,
 )
-from kcdsl_backends.empirical.decide.power import Display, rate_limit, units_needed, why_open
+from kcdsl_backends.empirical.decision.power import Display, rate_limit, units_needed, why_open
 from kcdsl_backends.empirical.metrics.measures import unit_of
 from kcdsl_backends.empirical.statistics import estimates
 from kcdsl_backends.empirical.statistics.estimates import (
@@ -70,15 +70,15 @@ def decide_clause(
     *,
     seed: int,
     confidence: Confidence = estimates.ONE_LOOK,
-    alarm: Fraction | None = None,
+    violation_error: Fraction | None = None,
     blocked: str | None = None,
 ) -> ClauseResult:
     """Decide one clause on one slice.
 
-    `alarm` is the error level of violations, if it is smaller than that of `confidence`: a clause
-    that is violated only at the latter is inconclusive. `blocked` is the reason why values of the
-    model cannot be trusted (a failed precheck); the clause is then `InvalidEvidence` whatever was
-    measured.
+    `violation_error` is the error level of violations, corrected for multiplicity; a clause that is
+    violated only at the larger one of `confidence` is inconclusive. `blocked` is the reason why
+    values of the model cannot be trusted (a failed precheck); the clause is then `InvalidEvidence`
+    whatever was measured.
     """
     anew = _without_limits(clause, program, data, confidence)
     judge = judge_for(clause, data, seed, None if anew else confidence)
@@ -88,7 +88,7 @@ def decide_clause(
         outcome = _outcome(clause, judge, found, None if anew else confidence)
         chance = anew
         if judge.sample and outcome == "violated" and not anew:
-            chance = _by_chance(clause, data, seed, confidence, alarm, found)
+            chance = _by_chance(clause, data, seed, confidence, violation_error, found)
     except NotMeasurable as error:
         return _row(
             clause, program, data, display_without_values(clause, data), InvalidEvidence(str(error))
@@ -188,13 +188,13 @@ def _by_chance(
     data: SliceData,
     seed: int,
     confidence: Confidence,
-    alarm: Fraction | None,
+    violation_error: Fraction | None,
     found: Counted | None,
 ) -> str | None:
     """Return why a sampled violation is not one at the level of the whole report; None if it is."""
-    if alarm is None or alarm >= confidence.error:
+    if violation_error is None or violation_error >= confidence.error:
         return None
-    strict = replace(confidence, error=alarm)
+    strict = replace(confidence, error=violation_error)
     again = _outcome(clause, judge_for(clause, data, seed, strict), found, strict)
     if again == "violated":
         return None
@@ -396,14 +396,14 @@ def decide_all(
     """Decide every case; return the rows and how the error was shared."""
     confidence = estimates.confidence_over(looks)
 
-    def decide(case: DecisionCase, alarm: Fraction | None = None) -> ClauseResult:
+    def decide(case: DecisionCase, violation_error: Fraction | None = None) -> ClauseResult:
         row = decide_clause(
             case.obligation.part,
             program,
             case.data,
             seed=seed,
             confidence=confidence,
-            alarm=alarm,
+            violation_error=violation_error,
             blocked=case.blocked,
         )
         comparison = case.obligation.comparison
@@ -417,7 +417,7 @@ def decide_all(
         len(sampled),
         confidence.error,
         violated,
-        lambda i, alarm: isinstance(decide(cases[i], alarm).verdict, Violated),
+        lambda i, error: isinstance(decide(cases[i], error).verdict, Violated),
     )
     for i in violated:
         if i not in found:

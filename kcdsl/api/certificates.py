@@ -1,4 +1,4 @@
-"""Checking certificates: signature, triple, freshness and coverage."""
+"""Certificates: their check (signature, triple, freshness, coverage) and their differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of models: the program is built, and its weights are read and matched by name."""
+"""The loader of models: the program is built, and its weights are read and matched by name."""
 
 from __future__ import annotations
 

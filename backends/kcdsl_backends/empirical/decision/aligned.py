@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kcdsl.ir.terms import Abs, Metric, Statistic, Term
-from kcdsl_backends.empirical.decide.values import recorded, runs_of, token_sums
+from kcdsl_backends.empirical.decision.values import recorded, runs_of, token_sums
 from kcdsl_backends.empirical.metrics.measures import MAGNITUDES
 from kcdsl_backends.empirical.statistics.estimates import (
     NotMeasurable,

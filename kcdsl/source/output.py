@@ -1,4 +1,4 @@
-"""Atomic writing of files."""
+"""Output files, written atomically."""
 
 from __future__ import annotations
 
