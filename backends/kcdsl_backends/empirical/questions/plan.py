@@ -23,6 +23,7 @@ from kcdsl.metrics import registry_of
 from kcdsl.model.configuration import find_config
 from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from kcdsl.verdict.result import TRACE_RECORDS
 from kcdsl.verdict.studies import plan as document
 from kcdsl.verdict.studies.plan import Plan, PlanRow
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
@@ -340,7 +341,7 @@ def _unit(part: Clause, program: Program) -> str:
     if _by_window(part):
         return "windows"
     fields = any(isinstance(f, HasFields) for f in walk(part.require))
-    return "records" if fields else f"{sampling_unit(program)}s"
+    return TRACE_RECORDS if fields else f"{sampling_unit(program)}s"
 
 
 def _units(part: Clause, requests: int | None) -> int | None:
