@@ -26,7 +26,7 @@ from kcdsl.verdict.studies.difference import (
 )
 from kcdsl_backends.smt.claims import Claim, covers_between, inclusion, subjects
 from kcdsl_backends.smt.difference.contracts import (
-    Context,
+    ContextChanges,
     Merged,
     consequences,
     context_of,
@@ -81,7 +81,7 @@ class _Comparison:
     old: Program
     new: Program
     merged: Merged
-    context: Context
+    context: ContextChanges
     clock: Clock
     pool: Pool = field(init=False)
     before: dict[str, list[Clause]] = field(init=False)

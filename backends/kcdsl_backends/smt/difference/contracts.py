@@ -138,7 +138,7 @@ def _renamed(formula: Formula, names: Mapping[str, str]) -> Formula:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ContextChanges:
     """The differences outside the clauses: of models and kernels (`runs`), of the routes between
     kernels, of the temperature, of other constants, and of user metrics by name."""
 
@@ -170,9 +170,9 @@ class Context:
         return (*found, *(change for name, change in self.metrics.items() if name in read))
 
 
-def context_of(old: Program, new: Program) -> Context:
+def context_of(old: Program, new: Program) -> ContextChanges:
     """Return the differences of models, kernels, routes, constants and user metrics."""
-    return Context(
+    return ContextChanges(
         tuple(_runs(old, new)),
         tuple(_routes(old, new)),
         tuple(_constants(old, new, "temperature")),
