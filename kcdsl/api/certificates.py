@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kcdsl.api.contract import PathLike, read_contract, refuse_values, several
-from kcdsl.api.results import TableResult, no_progress
+from kcdsl.api.results import Progress, TableResult, no_progress
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import BAD_TIME, FILE_MISSING, NO_PACKAGE, USAGE
 from kcdsl.model.files import Artefacts
@@ -26,21 +26,18 @@ from kcdsl.source.files import excerpt, open_regular, read_bytes
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import parse_time
 from kcdsl_certs.signatures import LARGEST_BUNDLE
-from kcdsl_certs.statement import Predicate
+from kcdsl_certs.statement import Expectation, Predicate
 from kcdsl_certs.statement.certificate import STATEMENT_TYPE
 from kcdsl_certs.verification.inspection import inspect
 from kcdsl_certs.verification.report import Combined, refused
 from kcdsl_certs.verification.verify import verify
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from typing import Unpack
 
-    from kcdsl.api.results import Progress
     from kcdsl.release.promotion.gate import Gate
     from kcdsl.verdict.studies.certificate_difference import CertificateDifference
     from kcdsl_certs.signatures import Trust
-    from kcdsl_certs.statement import Expectation
     from kcdsl_certs.verification.inspection import Inspection
     from kcdsl_certs.verification.report import Check, Report
     from kcdsl_certs.verification.transfers import Earlier

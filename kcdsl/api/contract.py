@@ -6,12 +6,15 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from functools import reduce
 from numbers import Integral, Real
+from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
 
 from kcdsl.api.results import TableResult
 from kcdsl.diagnostics import Refusal, Suppressed, refuse
@@ -78,16 +81,16 @@ _LEAST = {"looks": 1, "jobs": 1, "threads": 1}
 _LARGEST = 2**63 - 1
 _DEVICES = ("auto", "cpu", "cuda")
 _TEXT, _PATH = "text, as on the command line", "a path"
-_NEEDED = {
-    "bool": "True or False",
-    "float": "a number of seconds, from 0 on",
-    "str": _TEXT,
-    "PathLike": _PATH,
-    "Sequence[str]": f"{_TEXT}, or several",
-    "Sequence[PathLike]": f"{_PATH}, or several",
-    "timedelta": "a datetime.timedelta, such as timedelta(days=90)",
+_NEEDED: dict[Any, str] = {
+    bool: "True or False",
+    float: "a number of seconds, from 0 on",
+    str: _TEXT,
+    PathLike: _PATH,
+    Sequence[str]: f"{_TEXT}, or several",
+    Sequence[PathLike]: f"{_PATH}, or several",
+    timedelta: "a datetime.timedelta, such as timedelta(days=90)",
 }
-"""The values that an option takes, in words, by its annotation."""
+"""The values that an option takes, in words, by its type."""
 
 
 def refuse_values(settings: Any) -> None:
@@ -97,32 +100,32 @@ def refuse_values(settings: Any) -> None:
     from kcdsl_certs.statement import STAGES
 
     choices = {"device": _DEVICES, "engine": ENGINES, "stage": STAGES}
-    for each in fields(settings):
-        kind, _, absent = str(each.type).partition(" | ")
-        value = getattr(settings, each.name)
-        if absent and value is None:
-            continue
-        least = _LEAST.get(each.name, 0)
-        needed = f"a whole number from {least} on" if kind == "int" else _NEEDED.get(kind)
-        if needed is not None and not _fits(kind, value, least):
-            raise refuse(USAGE, f"{each.name} is {value!r}", help=needed)
-        allowed = choices.get(each.name)
+    for name, stated in get_type_hints(type(settings)).items():
+        value, kinds = getattr(settings, name), get_args(stated)
+        if NoneType in kinds:
+            if value is None:
+                continue
+            stated = reduce(or_, (kind for kind in kinds if kind is not NoneType))
+        least = _LEAST.get(name, 0)
+        needed = f"a whole number from {least} on" if stated is int else _NEEDED.get(stated)
+        if needed is not None and not _fits(stated, value, least):
+            raise refuse(USAGE, f"{name} is {value!r}", help=needed)
+        allowed = choices.get(name)
         if allowed is not None and value not in allowed:
-            raise refuse(USAGE, f"{each.name} is {value!r}", help=f"allowed: {', '.join(allowed)}")
+            raise refuse(USAGE, f"{name} is {value!r}", help=f"allowed: {', '.join(allowed)}")
 
 
-def _fits(kind: str, value: Any, least: int) -> bool:
-    """Return whether a value has the type of an annotation."""
-    if kind.startswith("Sequence["):
-        inner = kind.removeprefix("Sequence[").removesuffix("]")
+def _fits(kind: Any, value: Any, least: int) -> bool:
+    """Return whether a value has a type of `_NEEDED`, or is a whole number from `least` on."""
+    if get_origin(kind) is Sequence:
+        (inner,) = get_args(kind)
         listed = isinstance(value, Sequence) and not isinstance(value, str)
         return listed and all(_fits(inner, each, least) for each in value)
-    if kind in ("int", "float"):
-        number = Integral if kind == "int" else Real
+    if kind in (int, float):
+        number = Integral if kind is int else Real
         real = isinstance(value, number) and not isinstance(value, bool)
-        return real and (least <= value <= _LARGEST if kind == "int" else 0 <= value < math.inf)
-    types = {"bool": bool, "str": str, "PathLike": str | os.PathLike, "timedelta": timedelta}
-    return isinstance(value, types[kind])
+        return real and (least <= value <= _LARGEST if kind is int else 0 <= value < math.inf)
+    return isinstance(value, str | os.PathLike if kind == PathLike else kind)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -201,7 +204,7 @@ def load(path: PathLike | None = None) -> Contract:
     """Return the contract of a file or of a folder with one contract; by default that of the
     current folder, as commands find it. Raises Refusal with the diagnostics."""
     if not isinstance(path, str | os.PathLike | None):
-        raise refuse(USAGE, f"the contract is {path!r}", help=_NEEDED["PathLike"])
+        raise refuse(USAGE, f"the contract is {path!r}", help=_PATH)
     return read_contract(None if path is None else os.fspath(path))
 
 

@@ -18,7 +18,7 @@ from kcdsl.api.contract import (
     refuse_values,
     results_folder,
 )
-from kcdsl.api.results import TableResult, discard_message, no_progress, offered
+from kcdsl.api.results import Progress, TableResult, discard_message, no_progress, offered
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.exits import Exit
 from kcdsl.inequalities import round_up
@@ -32,14 +32,12 @@ from kcdsl.route.goals import goals
 from kcdsl.source.files import in_contract
 from kcdsl.source.output import NewFile, make_folder, refuse_targets, result, write_together
 from kcdsl.verdict.outcome import ProvedDrift
-from kcdsl.verdict.report import ImpliedClause
+from kcdsl.verdict.report import ImpliedClause, Report
 
 if TYPE_CHECKING:
-    from kcdsl.api.results import Progress
     from kcdsl.diagnostics import Suppressed
     from kcdsl.ir.terms import Program
     from kcdsl.release.requirements import Fingerprints
-    from kcdsl.verdict.report import Report
     from kcdsl_certs.signatures import SigningKey
 
 _UNCERTIFIED = "both kernels are recorded, so nothing ran the checkpoint"

@@ -96,8 +96,9 @@ def decide_together(
             for each in taken:
                 each.left_out.append(f"{spec.name}: failed, {first.message}")
             continue
-        for each, outcome in zip(taken, outcomes, strict=True):
-            each.answers.append((spec, outcome))
+        answered = {outcome.goal.obligation.id: outcome for outcome in outcomes}
+        for each in taken:
+            each.answers.append((spec, answered[each.goal.obligation.id]))
             _refuse_contradiction(each)
     for each in asked:
         if not each.answers:

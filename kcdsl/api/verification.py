@@ -28,7 +28,7 @@ from kcdsl.api.contract import (
     results_folder,
 )
 from kcdsl.api.portfolio import AUTO, decide_together
-from kcdsl.api.results import TableResult, discard_message, no_progress
+from kcdsl.api.results import Progress, TableResult, discard_message, no_progress
 from kcdsl.diagnostics import Refusal, Severity, refuse
 from kcdsl.diagnostics.codes import (
     NO_BACKEND,
@@ -60,7 +60,6 @@ from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import LARGEST_ALPHA, LEAST_ALPHA, WIDEST
 
 if TYPE_CHECKING:
-    from kcdsl.api.results import Progress
     from kcdsl.ir.terms import Program
     from kcdsl.route.catalogue import BackendSpec, Execution
     from kcdsl.route.goals import Goal

@@ -67,6 +67,8 @@ class MetricDefinition:
     """The quantity that the mean estimates or bounds, with the two sides of a divergence."""
     noisy: bool = False
     """Repeated runs of the same requests give different values: a verdict needs an interval."""
+    untempered: bool = False
+    """Computed from logits before the temperature of the contract, or from the order of tokens."""
     steps: int | None = None
     """If set, a value is a multiple of 1/steps (shares of k tokens)."""
     depth: int = 1
@@ -97,6 +99,11 @@ class MetricDefinition:
     def high(self) -> float | None:
         """Return the largest possible value."""
         return None if self.upper is None else float(self.upper)
+
+    @property
+    def tempered(self) -> bool:
+        """Return whether values depend on the temperature of the contract."""
+        return not self.untempered and not {"logits", "sampled"}.isdisjoint(self.needs)
 
     @property
     def per(self) -> Literal["token", "request", "slice"]:

@@ -27,8 +27,10 @@ LOG_COLUMNS = ("train_logs", "infer_logs")
 LIST_COLUMNS = ("train_top_ids", "train_top_logs", "infer_top_ids", "infer_top_logs")
 
 _logits = partial(MetricDefinition, reads=LOGITS, entry="fused:values_of")
+_raw = partial(_logits, untempered=True)
 _first = partial(
     MetricDefinition,
+    untempered=True,
     family=Family.STATISTICAL,
     reads=LOGITS,
     entry="full_logits:tier_a",
@@ -36,6 +38,7 @@ _first = partial(
 )
 _list = partial(
     MetricDefinition,
+    untempered=True,
     family=Family.STATISTICAL,
     upper=ONE_WHOLE,
     reads=TOPS,
@@ -79,22 +82,22 @@ def _jaccard(k: int) -> MetricDefinition:
 
 DEFINITIONS = (
     # logits
-    _logits("logit_l2", ONE, "l2 norm of the difference of logits", "||dz||_2"),
-    _logits(
+    _raw("logit_l2", ONE, "l2 norm of the difference of logits", "||dz||_2"),
+    _raw(
         "logit_l2_centered",
         ONE,
         "the same after removing the mean difference",
         "||dz - mean(dz)||_2",
     ),
-    _logits("logit_linf", ONE, "largest absolute difference of logits", "max |dz|"),
-    _logits("logit_span", ONE, "largest minus smallest difference of logits", "max dz - min dz"),
-    _logits(
+    _raw("logit_linf", ONE, "largest absolute difference of logits", "max |dz|"),
+    _raw("logit_span", ONE, "largest minus smallest difference of logits", "max dz - min dz"),
+    _raw(
         "logit_rel_l2",
         ONE,
         "l2 norm of the difference over that of the training logits",
         "||dz||_2 / ||z_train||_2",
     ),
-    _logits(
+    _raw(
         "logit_cosine",
         ONE,
         "cosine of both vectors of logits",
@@ -103,21 +106,21 @@ DEFINITIONS = (
         lower=-ONE_WHOLE,
         upper=ONE_WHOLE,
     ),
-    _logits(
+    _raw(
         "bitwise_mismatch_count",
         ONE,
         "logits of a position whose bits differ",
         "logits whose bits differ",
         entry="full_logits:bit_metrics",
     ),
-    _logits(
+    _raw(
         "ulp_max",
         ONE,
         "largest distance of two logits in units in the last place",
         "largest distance of two logits in units in the last place",
         entry="full_logits:bit_metrics",
     ),
-    _logits(
+    _raw(
         "stable_fraction",
         RATIO,
         "1 where the margin exceeds twice the largest difference of logits, else 0",
@@ -138,7 +141,7 @@ DEFINITIONS = (
         entry="states:noise_ratio",
         absent="no run of the training kernel in float32 or wider is at hand as a reference",
     ),
-    _logits(
+    _raw(
         "margin",
         ONE,
         "best minus second best logit of the training kernel",
@@ -339,6 +342,7 @@ DEFINITIONS = (
         "tokens of a request before the first flip, all of them where none flips",
         "tokens before the first flip; all where none flips",
         family=Family.STATISTICAL,
+        untempered=True,
         counted="request",
         better="higher",
         reads=("top1_flip",),

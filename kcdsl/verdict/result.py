@@ -74,6 +74,10 @@ def domains_in_words(bounding: Mapping[str, Any]) -> str:
 # --- results --------------------------------------------------------------------------------------
 
 
+TRACE_RECORDS = "records"
+"""What a clause about the fields of a trace counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExceedanceCount(Record):
     """k of n `of` (requests, timed runs, windows, records) beyond the threshold, with one-sided

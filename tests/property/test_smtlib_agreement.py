@@ -20,7 +20,7 @@ from kcdsl.logic.smtlib import consistency, implication, text
 from kcdsl.logic.smtlib.assumptions import assumptions
 from kcdsl.logic.smtlib.requests import slice_lines
 from kcdsl.logic.smtlib.text import Symbols
-from kcdsl.logic.smtlib.theory import Theory
+from kcdsl.logic.smtlib.theory import OneUnit, Theory
 from kcdsl_backends.smt import BACKEND
 from kcdsl_backends.smt.solver import real
 from kcdsl_backends.smt.translation import Translator
@@ -326,7 +326,7 @@ def test_budgets_count_the_units_that_solvers_find_violated() -> None:
         beyond = 0
         for unit in world.data["data.jsonl"]:
             theory = Theory(inclusion(made.program(clause)))
-            holds = theory.holds(formula, "all", "one request")
+            holds = theory.holds(formula, "all", OneUnit("requests"))
 
             def scope(name: str, unit: Unit = unit, world: World = world) -> Scope:
                 return Scope(world, lambda _: (unit,), (unit,))

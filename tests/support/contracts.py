@@ -12,7 +12,7 @@ import z3
 
 from kcdsl.ir import terms as ir
 from kcdsl.logic.smtlib import text
-from kcdsl.logic.smtlib.theory import Extreme, MeasuredTerm, Opaque, Theory
+from kcdsl.logic.smtlib.theory import Extreme, MeasuredTerm, NoFlips, Opaque, Theory
 from tests.support.semantics.formulas import Scope
 from tests.support.semantics.interpretations import Measured, Pair, Unit, World
 from tests.support.semantics.norms import Length, difference, less, norm
@@ -313,7 +313,7 @@ def constant_values(theory: Theory, scopes: Callable[[str], Scope]) -> Iterator[
         match meaning:
             case ("field", _, str() as name, str() as wanted):
                 true = scopes(name).holds(ir.HasFields((wanted,)), {})
-            case ("no_flip", _, str() as block, int() as k, ir.Region() as region):
+            case NoFlips(_, block, k, region):
                 claim = ir.Quantified("forall", "x", region, ir.NoFlip(block, "x", k))
                 true = scopes("").holds(claim, {})
             case Opaque():

@@ -43,9 +43,9 @@ from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.certifier.worker import RunSettings, WorkerContext, open_context, peak_bytes
 from kcdsl_backends.certifier.worker_pool import WorkerPool, threads_of
 from kcdsl_backends.comparison import compared_program
-from kcdsl_backends.drift.affine.independent import ASSUMPTION as INDEPENDENT
 from kcdsl_backends.drift.linear_bounds import cheap
 from kcdsl_backends.requests import Request
+from kcdsl_certs.verification.proofs import INDEPENDENT
 
 ASSUMPTIONS = (
     "float64 exp, expm1, erf and tanh of the verifier are within 4 ulp",

@@ -49,8 +49,9 @@ _NAMES = {
     "norm": NORMS,
 }
 _PARTS = {"statistic": 1, "abs": 1, "arithmetic": 2}
-_OF_A_MACHINE = ("latency", "ttft", "tpot", "throughput", "memory", "prefill", "decode")
 _TIMED = frozenset({"latency", "throughput", "peak_memory", "determinism"})
+OF_A_MACHINE = _TIMED | {"ttft", "tpot", "kv_memory"}
+"""The metrics whose values depend on the machine; metrics of users do not, they read no clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Quantity:
     @property
     def is_of_a_machine(self) -> bool:
         """Return whether it depends on the machine: times, memory or repeated runs."""
-        return any(word in name for name in self._names() for word in (*_OF_A_MACHINE, *_TIMED))
+        return not OF_A_MACHINE.isdisjoint(self._names())
 
     @property
     def is_timed(self) -> bool:

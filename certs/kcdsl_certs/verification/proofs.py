@@ -31,8 +31,12 @@ from kcdsl_certs.statement.triple import INFER_CHECKPOINT
 
 _WIDER = {"points": {"ball"}}
 """Kinds of region that contain those of another kind: balls contain their centres."""
-INDEPENDENT = "independent roundings"
-"""The prefix of the assumption of proofs with `chance`."""
+INDEPENDENT = (
+    "independent roundings: every rounding of a sum, of a free cast and of a quantised activation "
+    "is random, with mean zero whatever came before it; for each input by itself a bound then "
+    "fails with probability at most {alpha}"
+)
+"""The assumption that a result names for each probability of its proof."""
 LARGEST_PROOF = 512 * 1024 * 1024
 SOME_MARGIN = 2.0**-1074
 """The least positive double: the margin that a proof of no flips shows."""
@@ -269,7 +273,7 @@ def _bind_chances(cases: list[Fields], clause: CertifiedClause) -> None:
         if not known or clause.alpha is None or clause.alpha < alpha:
             detail = f"{clause.label}: the proof holds but for a share {real_text(alpha)} of runs"
             raise Rejected("clause/evidence-overstated", detail)
-        if not any(text.startswith(INDEPENDENT) for text in clause.assumptions):
+        if INDEPENDENT.format(alpha=real_text(alpha)) not in clause.assumptions:
             detail = f"{clause.label}: the proof takes roundings as independent"
             raise Rejected("clause/assumption-unnamed", detail)
 

@@ -26,7 +26,7 @@ from kcdsl.logic.axioms import (
 )
 from kcdsl.logic.relations import NORMS, Interval
 from kcdsl.logic.smtlib.text import WRITTEN
-from kcdsl.logic.smtlib.theory import Extreme, MeasuredTerm, NormAt, Theory
+from kcdsl.logic.smtlib.theory import Extreme, MeasuredTerm, NoFlips, NormAt, Theory
 
 Fact = tuple[str, str]
 """An assertion and its reason."""
@@ -51,12 +51,12 @@ def assumptions(
         group = [quantity for quantity in measured if quantity.unit == unit]
         # Units of different slices are unrelated.
         setting = ContractFacts(
-            eq if unit else theory.inside,
+            theory.inside if unit is None else eq,
             temperature,
-            undivided if unit else division,
+            division if unit is None else undivided,
             dict(known),
             theory.by_request,
-            unit.startswith("one request"),
+            unit is not None and unit.of == "requests",
         )
         compared = [theory.bounds.get(quantity, set()) for quantity in group]
         symbols = [theory.constants[quantity] for quantity in group]
@@ -144,12 +144,8 @@ def _at_inputs(theory: Theory) -> Iterator[Fact]:
 
 def _flags(theory: Theory) -> Iterator[Fact]:
     """Yield that the absence of flips in a region implies it in every smaller region."""
-    flips = {key: s for key, s in theory.flags.items() if _is_flip(key)}
-    for group in _groups(flips, lambda key: key[:4]):
+    flips = {key: s for key, s in theory.flags.items() if isinstance(key, NoFlips)}
+    for group in _groups(flips, lambda key: (key.unit, key.block, key.k)):
         for inner, outer in permutations(group, 2):
-            if theory.region_inside(inner[4], outer[4], inner[1]):
+            if theory.region_inside(inner.region, outer.region, inner.unit):
                 yield f"(=> {flips[outer]} {flips[inner]})", "a region inside another"
-
-
-def _is_flip(key: Any) -> bool:
-    return isinstance(key, tuple) and key[0] == "no_flip"

@@ -21,18 +21,18 @@ from kcdsl.logic.relations import Interval
 from kcdsl.logic.smtlib import text
 from kcdsl.logic.smtlib.assumptions import assumptions
 from kcdsl.logic.smtlib.requests import slice_lines
-from kcdsl.logic.smtlib.theory import Theory
+from kcdsl.logic.smtlib.theory import OneUnit, Theory
 
 UNITS = ("requests", "windows")
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptClaim:
-    """One clause on one slice ("" where it names none), about the slice (unit "") or one unit."""
+    """One clause on one slice ("" where it names none), about the slice (no unit) or one unit."""
 
     clause: Clause
     slice: str
-    unit: str
+    unit: OneUnit | None
 
     @property
     def name(self) -> str:
@@ -89,11 +89,11 @@ def claims_of(program: Program) -> tuple[ScriptClaim, ...]:
 
 def _claims(clauses: Sequence[Clause], limit: BudgetLimit | None = None) -> Iterator[ScriptClaim]:
     """Yield claims; clauses with budgets of the unit of `limit` are grouped within the limit."""
-    yield from (ScriptClaim(c, name, "") for c in clauses if c.budget is None for name in _on(c))
+    yield from (ScriptClaim(c, name, None) for c in clauses if c.budget is None for name in _on(c))
     for unit in UNITS:
         own = limit is not None and limit.unit == unit
-        for label, group in _groups(clauses, limit if limit and own else BudgetLimit(unit)):
-            yield from (ScriptClaim(c, name, label) for c in group for name in _on(c))
+        for one, group in _groups(clauses, limit if limit and own else BudgetLimit(unit)):
+            yield from (ScriptClaim(c, name, one) for c in group for name in _on(c))
 
 
 def _on(clause: Clause) -> tuple[str, ...]:
@@ -109,15 +109,15 @@ def _question(
     budget = next((c.budget for c in asked), None)  # all buckets of a table have the same
     if budget is None:
         return tuple(_claims(others)), tuple(
-            (ScriptClaim(c, n, ""),) for c in asked for n in _on(c)
+            (ScriptClaim(c, n, None),) for c in asked for n in _on(c)
         )
     limit = BudgetLimit(budget.unit, budget.rate)
-    labels = [label for label, _ in _groups(others, limit)] or [_label(budget.unit, 1)]
-    failures = (tuple(ScriptClaim(c, n, at) for at in labels) for c in asked for n in _on(c))
+    units = [one for one, _ in _groups(others, limit)] or [OneUnit(budget.unit)]
+    failures = (tuple(ScriptClaim(c, n, at) for at in units) for c in asked for n in _on(c))
     return tuple(_claims(others, limit)), tuple(failures) if budget.rate < 1 else ()
 
 
-def _groups(clauses: Sequence[Clause], limit: BudgetLimit) -> list[tuple[str, list[Clause]]]:
+def _groups(clauses: Sequence[Clause], limit: BudgetLimit) -> list[tuple[OneUnit, list[Clause]]]:
     """Split clauses with budgets of a unit into groups within a limit, each about a separate unit.
     Clauses with budget 0 are in every group, clauses that exceed the limit alone in none."""
     own = [c for c in clauses if c.budget is not None and c.budget.unit == limit.unit]
@@ -135,15 +135,11 @@ def _groups(clauses: Sequence[Clause], limit: BudgetLimit) -> list[tuple[str, li
     free = [c for c in own if _rate(c) == 0]
     chosen = [[c for c in own if c in free or c in group] for _, group in groups]
     chosen = chosen or [free] * bool(free)
-    return [(_label(limit.unit, n), group) for n, group in enumerate(chosen, 1)]
+    return [(OneUnit(limit.unit, n), group) for n, group in enumerate(chosen, 1)]
 
 
 def _rate(clause: Clause) -> Fraction:
     return Fraction(0) if clause.budget is None else clause.budget.rate
-
-
-def _label(unit: str, number: int) -> str:
-    return f"one {unit.removesuffix('s')}" + (f" ({number})" if number > 1 else "")
 
 
 def _script(

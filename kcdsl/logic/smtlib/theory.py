@@ -33,13 +33,25 @@ from kcdsl.logic.smtlib.text import WRITTEN, Symbols
 
 
 @dataclass(frozen=True, slots=True)
+class OneUnit:
+    """One of the "requests" or "windows" of a slice; different ones have different numbers."""
+
+    of: str
+    number: int = 1
+
+    def __str__(self) -> str:
+        name = f"one {self.of.removesuffix('s')}"
+        return f"{name} ({self.number})" if self.number > 1 else name
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredTerm:
-    """A measured term on a slice. `unit` is "" for the slice as a whole, else names one unit.
+    """A measured term on a slice. `unit` is None for the slice as a whole.
 
     `side` is the token that represents its request, "" where there is only one value.
     """
 
-    unit: str
+    unit: OneUnit | None
     slice: str
     term: ir.Metric | ir.Statistic
     side: Side | Literal[""] = ""
@@ -64,7 +76,7 @@ class MeasuredTerm:
 class Extreme:
     """The least or the largest norm of a drift over a region."""
 
-    unit: str
+    unit: OneUnit | None
     end: str
     kind: str
     block: str
@@ -76,7 +88,7 @@ class Extreme:
 class Input:
     """One row of a slice: an arbitrary one (`number` 0), or that of a quantifier."""
 
-    unit: str
+    unit: OneUnit | None
     region: ir.Region
     number: int = 0
 
@@ -91,6 +103,16 @@ class NormAt:
 
 
 @dataclass(frozen=True, slots=True)
+class NoFlips:
+    """The statement that the first k columns of a block stay first at every input of a region."""
+
+    unit: OneUnit | None
+    block: str
+    k: int
+    region: ir.Region
+
+
+@dataclass(frozen=True, slots=True)
 class Opaque:
     """A quantified statement that is no bound of one norm.
 
@@ -98,7 +120,7 @@ class Opaque:
     their other side.
     """
 
-    unit: str
+    unit: OneUnit | None
     slice: str
     formula: ir.Quantified
     turned: bool = False
@@ -122,11 +144,11 @@ class Theory:
     bounds: dict[MeasuredTerm, set[Fraction]] = field(default_factory=dict)
     """The thresholds of measured terms."""
 
-    def holds(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
+    def holds(self, formula: ir.Formula, slice_name: str, unit: OneUnit | None = None) -> str:
         """Return the formula that a requirement is true for a slice, or for one unit of it."""
         return _Translation(self, slice_name, unit).holds(normal_formula(formula), {})
 
-    def fails(self, formula: ir.Formula, slice_name: str, unit: str = "") -> str:
+    def fails(self, formula: ir.Formula, slice_name: str, unit: OneUnit | None = None) -> str:
         """Return the formula that a requirement is not true for a slice, or for one unit of it."""
         return text.negation(self.holds(formula, slice_name, unit))
 
@@ -142,12 +164,12 @@ class Theory:
         self.flags.setdefault(meaning, symbol)
         return symbol
 
-    def region_inside(self, inner: ir.Region, outer: ir.Region, unit: str) -> bool:
+    def region_inside(self, inner: ir.Region, outer: ir.Region, unit: OneUnit | None) -> bool:
         """Return whether every input of one region is in the other, within a unit.
 
         Units of different slices are unrelated.
         """
-        apart = bool(unit) and inner.slice != outer.slice
+        apart = unit is not None and inner.slice != outer.slice
         return not apart and region_inside(inner, outer, self.inside)
 
     def instances(self) -> list[str]:
@@ -188,7 +210,7 @@ class _Translation:
 
     theory: Theory
     slice: str
-    unit: str
+    unit: OneUnit | None
     divisors: list[str] = field(default_factory=list)
 
     def holds(self, formula: ir.Formula, at: Environment, negated: bool = False) -> str:
@@ -265,7 +287,7 @@ class _Translation:
     def _here(self, words: str) -> str:
         """Return words followed by the slice or unit."""
         place = f" on {self.slice}" if self.slice else ""
-        return f"{words}{place}{', ' + self.unit if self.unit else ''}"
+        return f"{words}{place}{_within(self.unit)}"
 
     def _unbound(self, formula: ir.Compare | ir.NoFlip, negated: bool) -> str:
         """Return a truth value for a claim about admitted runs that is not in the simple form."""
@@ -304,7 +326,7 @@ class _Translation:
                     for end in ends.get(op, ["least", "largest"])
                 )
             case ir.NoFlip(block, variable, k) if every and variable == formula.variable:
-                key = ("no_flip", self.unit, block, k, formula.region)
+                key = NoFlips(self.unit, block, k, formula.region)
                 name = f"no_flip of the first {k} of {block} in {region_text(formula.region)}"
                 return self.theory.flag(key, name)
             case ir.Connective("and", parts) if every:
@@ -322,13 +344,17 @@ class _Translation:
 def extreme_name(extreme: Extreme) -> str:
     """Return an extreme in words."""
     norm = ir.Norm(extreme.kind, ir.Drift(extreme.block, "x", extreme.measured))
-    where = f", {extreme.unit}" if extreme.unit else ""
-    return f"{extreme.end} {term_text(norm)} for x in {region_text(extreme.region)}{where}"
+    where = f"{region_text(extreme.region)}{_within(extreme.unit)}"
+    return f"{extreme.end} {term_text(norm)} for x in {where}"
 
 
 def _input(at: Input) -> str:
     row = f"row {at.number}" if at.number else "a row"
-    return f"{row} of {region_text(at.region)}{', ' + at.unit if at.unit else ''}"
+    return f"{row} of {region_text(at.region)}{_within(at.unit)}"
+
+
+def _within(unit: OneUnit | None) -> str:
+    return "" if unit is None else f", {unit}"
 
 
 def _bound(term: ir.Term, at: Environment) -> bool:

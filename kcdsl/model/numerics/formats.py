@@ -57,6 +57,11 @@ class Format:
         """Return whether the format is less precise than float32."""
         return self.precision < 24
 
+    @property
+    def wide(self) -> bool:
+        """Return whether the format is as precise as float64."""
+        return self.precision >= 53
+
     def spacing(self, x: Tensor) -> Tensor:
         """Return the distance from float64 numbers to the next greater magnitude of the format."""
         exponent = (x.frexp().exponent - 1).clamp_min(self.min_exponent) - (self.precision - 1)
@@ -68,7 +73,7 @@ class Format:
         The exponent range is unbounded above: values beyond the largest finite number are rounded
         on the grid of their binade, and the caller tests for overflow.
         """
-        if self.precision >= 53:
+        if self.wide:
             return x
         spacing = self.spacing(x)
         return (x / spacing).round() * spacing
@@ -78,7 +83,7 @@ class Format:
 
         The exponent range is unbounded above, as in `nearest`.
         """
-        if self.precision >= 53:
+        if self.wide:
             return x
         spacing = self.spacing(x)
         return (x / spacing).trunc() * spacing

@@ -61,6 +61,11 @@ class PlanRow(Record):
     note: str = ""
     prior: PriorSample | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; the allowed share as a text `p/q`."""
+        allowed = None if self.allowed is None else str(self.allowed)
+        return Record.to_json(self) | {"allowed": allowed}
+
 
 @dataclass(frozen=True, slots=True)
 class Plan(DocumentRecord):
@@ -76,10 +81,3 @@ class Plan(DocumentRecord):
     rows: tuple[PlanRow, ...]
     elsewhere: Mapping[str, str]
     """Clauses that measurement does not decide, each with the reason."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document "kcdsl.plan/3"; allowed shares as texts `p/q`."""
-        found = DocumentRecord.to_json(self)
-        for row, own in zip(found["rows"], self.rows, strict=True):
-            row["allowed"] = None if own.allowed is None else str(own.allowed)
-        return found

@@ -20,7 +20,7 @@ from kcdsl.verdict.messages import (
 from kcdsl.verdict.model import SHOWN
 from kcdsl.verdict.quantities import quantity, stated
 from kcdsl.verdict.report import Report, not_decided
-from kcdsl.verdict.result import domains_in_words
+from kcdsl.verdict.result import TRACE_RECORDS, domains_in_words
 from kcdsl.verdict.text.console import (
     folded,
     heading,
@@ -97,7 +97,7 @@ def clause_table(clauses: Sequence[Document]) -> Table:
 
 def _requirement(row: Document) -> str:
     """Return the requirement of a clause in readable units."""
-    if row["threshold"] is None or row["metric"].startswith("coverage("):
+    if row["threshold"] is None or row["counted"] == TRACE_RECORDS:
         return str(row["requirement"])
     budget = "" if row["budget"] is None else f", up to {row['budget']}"
     return f"{row['metric']} {row['op']} {stated(row['threshold'], row['unit'])}{budget}"

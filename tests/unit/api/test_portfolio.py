@@ -181,6 +181,17 @@ def test_failing_foreign_backend_decides_nothing(goal: Goal) -> None:
             decide_together([bad, offer("two", second)], [goal], refusing, None)
 
 
+def test_answers_belong_to_their_goals_in_any_order(goal: Goal) -> None:
+    other = replace(goal, obligation=replace(goal.obligation, number=1))
+
+    def turned(backend: Any, asked: Any, seconds: float | None) -> list[GoalOutcome]:
+        return ask(backend, asked, seconds)[::-1]
+
+    goals = [goal, other]
+    found = decide_together([offer("one", Fake(Held(), bound=0.4))], goals, turned, None)
+    assert [outcome.goal for outcome in found] == goals
+
+
 def test_time_limit_is_shared(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((0.0, 0.0, 4.0, 11.0))
     monkeypatch.setattr("kcdsl.api.portfolio.time.monotonic", lambda: next(clock))

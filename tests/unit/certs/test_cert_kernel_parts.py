@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kcdsl.metrics import METRICS
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.signatures import generate, read_policy, trust
 from kcdsl_certs.statement import (
@@ -23,6 +24,7 @@ from kcdsl_certs.statement import (
     states_machine,
 )
 from kcdsl_certs.statement import Checkpoint as Weights
+from kcdsl_certs.statement.quantities import OF_A_MACHINE, Quantity
 from kcdsl_certs.verification.proofs import StepOutcome
 from kcdsl_certs.verification.report import Report
 
@@ -121,6 +123,15 @@ def test_times_without_their_machine_are_refused(
     failed = {c.reason for c in report.checks if c.outcome is StepOutcome.FAILED}
     assert "clause/machine-unnamed" in failed
     assert not report.accepted
+
+
+def test_metrics_of_the_clock_the_memory_and_repeated_runs_are_of_a_machine() -> None:
+    of_a_machine = {"timing", "memory", "repeats"}
+    names = {m.name for m in METRICS.values() if not of_a_machine.isdisjoint(m.needs)}
+    assert names == OF_A_MACHINE
+    for name in (*METRICS, "decoder_error", "memory_of_context"):
+        mean = Quantity("statistic", "mean", (Quantity("metric", name),))
+        assert mean.is_of_a_machine is (name in names)
 
 
 def test_results_other_than_times_need_no_machine(

@@ -22,7 +22,7 @@ from kcdsl_certs.statement import (
     ProofReference,
     Region,
 )
-from kcdsl_certs.verification.proofs import SOME_MARGIN, Rechecker, StepOutcome
+from kcdsl_certs.verification.proofs import INDEPENDENT, SOME_MARGIN, Rechecker, StepOutcome
 from tests.support.quantities import margin, norm
 from tests.support.vectors.golden import radius
 
@@ -264,11 +264,13 @@ def test_clause_must_state_the_probability_of_its_proof(recheck: Recheck) -> Non
     overstated = (StepOutcome.FAILED, "clause/evidence-overstated")
     assert recheck(edit) == overstated
     assert recheck(edit, alpha=Fraction(1, 100)) == overstated
-    likely = {"evidence": Evidence.PROBABILISTIC, "assumptions": ("independent roundings",)}
+    stated = INDEPENDENT.format(alpha="0.000001")
+    likely = {"evidence": Evidence.PROBABILISTIC, "assumptions": (stated,)}
     assert recheck(edit, **likely) == overstated
     assert recheck(edit, **likely, alpha=Fraction(1, 10**7)) == overstated
     assert recheck(edit, **likely, alpha=Fraction(1, 10**6)) == (StepOutcome.OK, "")
     assert recheck(**likely, alpha=Fraction(1, 10**6)) == (StepOutcome.OK, "")
-    other = {**likely, "assumptions": ("exp is within 2 ulp",)}
     unnamed = (StepOutcome.FAILED, "clause/assumption-unnamed")
-    assert recheck(edit, **other, alpha=Fraction(1, 10**6)) == unnamed
+    for text in ("exp is within 2 ulp", INDEPENDENT.format(alpha="0.000000001"), stated[:21]):
+        other = {**likely, "assumptions": (text,)}
+        assert recheck(edit, **other, alpha=Fraction(1, 10**6)) == unnamed

@@ -25,6 +25,13 @@ def logits(
     return z, z + drift * torch.randn(rows, vocabulary, generator=generator, dtype=dtype)
 
 
+def test_temperature_changes_the_metrics_that_declare_it() -> None:
+    train, infer = logits(40, 50, 1.0)
+    one, two = (tier_a(train, infer, temperature) for temperature in (1.0, 4.0))
+    changed = {name for name in one if not np.allclose(one[name], two[name], rtol=1e-6)}
+    assert changed == {name for name in one if MEASURES[name].tempered}
+
+
 def exact(
     train: Tensor, infer: Tensor, temperature: float = 1.0
 ) -> tuple[dict[str, mpmath.mpf], mpmath.mpf]:

@@ -62,6 +62,25 @@ def test_differences_of_budgets(
     assert relation(build, [first], [second]) is expected
 
 
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("kl", Relation.INCOMPARABLE),
+        ("greedy_divergence_step", Relation.EQUAL),
+        ("rbo10", Relation.EQUAL),
+        ("logit_linf", Relation.EQUAL),
+        ("hidden_l2", Relation.EQUAL),
+    ],
+)
+def test_temperature_alters_clauses_about_distributions_alone(
+    build: Build, metric: str, expected: Relation
+) -> None:
+    old = build.program(build.clause("A", build.compare(build.stat("mean", metric), ">=", "1")))
+    new = replace(old, constants=replace(old.constants, temperature=Fraction(2)))
+    (found,) = BACKEND.difference(old, new).clauses
+    assert found.relation is expected
+
+
 @pytest.mark.parametrize("op", ["<=", "<"])
 def test_percentile_counts_requests_in_a_difference(build: Build, op: str) -> None:
     tail = build.clause("A", build.compare(build.p(99, "kl"), op, "1"))

@@ -99,6 +99,7 @@ def test_brackets_in_a_requirement_are_printed() -> None:
         ROW,
         threshold=1.0,
         metric="coverage(rng_seed)",
+        counted="records",
         requirement="has(trace, [rng_seed])",
         clause="O-[b]",
         slice="[i]",

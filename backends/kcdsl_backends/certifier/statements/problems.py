@@ -62,9 +62,9 @@ def claim_margin(train: Numerics, infer: Numerics, graph: BlockGraph | None = No
     some result of `graph` is stored in a coarse format.
     """
     small = 1.0 + 2.0**-10
-    pinned = set() if graph is None else {node.format for node in graph.nodes}
+    pinned = set() if graph is None else {node.format for node in graph.nodes if node.format}
     formats = {train.compute, train.accumulate, infer.compute, infer.accumulate, *pinned}
-    if "float64" not in formats:
+    if not any(FORMATS[name].wide for name in formats):
         return small
     for node in () if graph is None else graph.nodes:
         if node.op in ("param", "constant", "embedding"):

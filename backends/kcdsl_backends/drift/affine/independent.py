@@ -23,12 +23,6 @@ from kcdsl_backends.drift.boxes import gamma
 from kcdsl_backends.drift.boxes.sums import Sums
 from kcdsl_certs.encoding.reals import real_text
 
-ASSUMPTION = (
-    "independent roundings: every rounding of a sum, of a free cast and of a quantised activation "
-    "is random, with mean zero whatever came before it; for each input by itself a bound then "
-    "fails with probability at most {alpha}"
-)
-"""The assumption of bounds by chance, stated wherever they are reported."""
 SINGLE = 16
 """Number of the largest parts of a functional kept singly for every entry; 4 times that in all."""
 _UP = 1.0 + 2.0**-40

@@ -199,7 +199,7 @@ def _scaled(w: Box, stored: Weights, name: str) -> StoredRange:
     form, layout = stored.codes, LAYOUTS[stored.scale]
     if not form.ball or layout.rule not in ("amax", "floor"):
         raise NoBound(name, f"there is no region around weights of {form.name} {layout.name}")
-    if stored.scale_format != "float32":
+    if FORMATS[stored.scale_format].coarse:
         raise NoBound(name, "there is no region around weights whose scales are rounded")
     least, most = torch.minimum(w.lo.abs(), w.hi.abs()), w.mag()
     low, high = (_scale(group_amax(size, layout), form, layout) for size in (least, most))

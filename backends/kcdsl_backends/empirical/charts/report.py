@@ -7,13 +7,15 @@ units are prompts that slices may split, those of the slice with most tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
-from kcdsl.ir.tables import is_bucket
+from kcdsl.ir.obligations import obligations_of
+from kcdsl.ir.tables import expand_tables, is_bucket
+from kcdsl.ir.terms import Abs, Metric, Program, Statistic, Term
 from kcdsl.metrics import METRICS as DEFINITIONS
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.result import ClauseResult
@@ -38,7 +40,11 @@ from kcdsl_backends.empirical.table.evidence import (
     SamplingUnit,
     SliceData,
 )
-from kcdsl_backends.empirical.table.requirements import metrics_of, prompts_are_units
+from kcdsl_backends.empirical.table.requirements import (
+    main_comparison,
+    metrics_of,
+    prompts_are_units,
+)
 
 SLICES, METRICS, PAIRS = 12, 12, 200
 """Largest numbers of slices, metrics, and pairs of measured and certified drift that are drawn."""
@@ -101,7 +107,7 @@ def _histograms(
     results: Sequence[ClauseResult],
 ) -> list[dict[str, Any]]:
     measures = next(iter(data.values())).measures if data else {}
-    found = []
+    found, compared = [], _compared(evidence.program, data)
     for name in _metrics(usable, evidence, measures):
         measure = measures.get(name)
         higher = measure is not None and measure.better == "higher"
@@ -130,7 +136,7 @@ def _histograms(
                 "scale": scale,
                 "edges": edges,
                 "slices": rows,
-                "limits": _limits(name, results),
+                "limits": _limits(name, compared, results),
             }
         )
     return found
@@ -165,14 +171,18 @@ def _sized(name: str, values: Array) -> Array:
     return np.abs(values) if _signed(name) else values
 
 
-def _limits(name: str, results: Sequence[ClauseResult]) -> list[dict[str, Any]]:
+def _limits(
+    name: str, compared: Mapping[str, Term], results: Sequence[ClauseResult]
+) -> list[dict[str, Any]]:
     """Return the thresholds of clauses on percentiles and extremes of a metric, once each."""
     found: dict[tuple[str, float], dict[str, Any]] = {}
-    drawn = f"abs({name})" if _signed(name) else name
+    drawn = Abs(Metric(name)) if _signed(name) else Metric(name)
     for row in results:
-        tail, _, inner = row.metric.partition("(")
-        of_tail = inner == f"{drawn})" and (tail in ("max", "min") or tail[:1] == "p")
-        wanted = of_tail or row.metric == drawn
+        match compared.get(row.obligation):
+            case Statistic("max" | "min" | "quantile", of):
+                wanted = of == drawn
+            case term:
+                wanted = term == drawn
         if wanted and row.threshold is not None and math.isfinite(row.threshold):
             found[row.clause, row.threshold] = {
                 "clause": row.clause,
@@ -181,6 +191,18 @@ def _limits(name: str, results: Sequence[ClauseResult]) -> list[dict[str, Any]]:
                 "threshold": row.threshold,
             }
     return list(found.values())
+
+
+def _compared(program: Program, slices: Iterable[str]) -> dict[str, Term]:
+    """Return the term that each obligation bounds, by its identifier."""
+    obligations = (
+        each
+        for clause in expand_tables(program).clauses
+        for name in slices
+        for each in obligations_of(clause, name)
+    )
+    found = ((each.id, main_comparison(each.part.require)) for each in obligations)
+    return {id: comparison.left for id, comparison in found if comparison is not None}
 
 
 # --- curves and ranges ---------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from kcdsl.ir.terms import (
     Statistic,
     Term,
 )
+from kcdsl.verdict.result import TRACE_RECORDS
 from kcdsl_backends.empirical.decision.estimates import Settings, evaluate
 from kcdsl_backends.empirical.decision.repeats import by_request, with_drawn_runs
 from kcdsl_backends.empirical.decision.values import (
@@ -224,7 +225,7 @@ def count(clause: Clause, judge: Judge) -> Counted | None:
     if isinstance(body, HasFields):
         records = _records(judge.data)
         beyond = tuple(not has_fields(body, record) for record in records)
-        return Counted("records", (), beyond)
+        return Counted(TRACE_RECORDS, (), beyond)
     if judge.data.reduced is not None:
         return Counted(
             "windows" if per_window else f"{judge.data.unit}s",

@@ -265,7 +265,7 @@ def _changed(
         kept = [np.array([unit.failure is None for unit in units]) for units in ordered]
         return change_of_shares(kept)
     if is_mean(part) or (part.budget is None and magnitude(term) is not None):
-        return change_of(term, runs, upward=better_of(part) == "higher")[1]
+        return change_of(term, runs, upward=better_of(obligation) == "higher")[1]
     if allowed_rate(part) is None or not isinstance(term, Statistic) or op == "==":
         raise NotMeasurable("it is no statement about single requests and no mean of them")
     if part.budget is not None and part.budget.unit == "windows":

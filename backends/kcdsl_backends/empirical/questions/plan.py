@@ -16,13 +16,14 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.ir.canonical import digest
 from kcdsl.ir.formulas import walk
 from kcdsl.ir.kernels import LOGITS
-from kcdsl.ir.obligations import Obligation, named_slices, obligations_of
+from kcdsl.ir.obligations import Comparison, Obligation, named_slices, obligations_of
 from kcdsl.ir.tables import expand_tables, whole_of
 from kcdsl.ir.terms import Abs, Clause, EvidenceKind, HasFields, ModelRef, Program
 from kcdsl.metrics import registry_of
 from kcdsl.model.configuration import find_config
 from kcdsl.model.files import Artefacts
 from kcdsl.model.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from kcdsl.verdict.result import TRACE_RECORDS
 from kcdsl.verdict.studies import plan as document
 from kcdsl.verdict.studies.plan import Plan, PlanRow
 from kcdsl_backends.empirical.statistics import estimates, planning, rates
@@ -37,7 +38,6 @@ from kcdsl_backends.empirical.table.requirements import (
     bounded_mean,
     is_mean,
     is_throughput,
-    main_comparison,
     measured_anew,
     metrics_of,
     obstacle,
@@ -47,7 +47,6 @@ from kcdsl_backends.empirical.table.requirements import (
     requirement_text,
     sampling_unit,
     statistic_count,
-    threshold,
     window_count,
 )
 from kcdsl_backends.requests import RequestFile, requests_of, select
@@ -243,7 +242,7 @@ def _rate_prior(
         return None
     tau = None
     if seen.worst is not None:
-        better = better_of(case.obligation.part)
+        better = better_of(case.obligation)
         tau = rates.threshold(seen.worst, allowed, confidence, better=better)
     needed = planning.units_with_power(allowed, Fraction(seen.k, seen.n), power, confidence)
     return document.PriorSample(seen.n, k=seen.k, needed=needed, threshold=tau)
@@ -256,17 +255,18 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
         return replace(row, state="never", note=why)
     if row.have is not None and row.have < FEWEST_CLUSTERS:
         row = replace(row, state="too_few", note=f"below {FEWEST_CLUSTERS} a mean has no limits")
-    comparison = main_comparison(case.obligation.part.require)
-    if comparison is not None and comparison.op == "==":
+    comparison = case.obligation.comparison
+    assert comparison is not None
+    if comparison.op == "==":
         return replace(row, note="no number of units shows that a mean is equal to a number")
     bounded = bounded_mean(case.obligation.part)
     if bounded is not None:
         row = replace(row, without_any=planning.units_for_budget(bounded.share, confidence))
     if seen is None or seen.value is None or seen.variance is None:
         return row if row.note else replace(row, note=case.unseen)
-    distance = _slack(case.obligation.part, seen.value)
+    distance = _slack(comparison, seen.value)
     residuals = seen.residuals
-    if residuals is not None and _grows_worse(case.obligation.part, seen.value) < 0:
+    if residuals is not None and _grows_worse(comparison, seen.value) < 0:
         residuals = -residuals
     needed = planning.units_for_mean(seen.variance, distance, power, confidence, residuals)
     why = "the mean of the prior trace is not within the threshold"
@@ -294,21 +294,17 @@ def _mean(row: PlanRow, case: _Case, confidence: Confidence, power: float) -> Pl
     return replace(row, state="enough" if row.have >= needed else "too_few")
 
 
-def _slack(part: Clause, value: float) -> float:
+def _slack(compared: Comparison, value: float) -> float:
     """Return the distance of a mean to its threshold; negative beyond it."""
-    found = threshold(part.require)
-    assert found is not None
-    term, op, tau = found
-    magnitude = abs(value) if isinstance(term, Abs) else value
-    return magnitude - float(tau) if op in (">=", ">") else float(tau) - magnitude
+    magnitude = abs(value) if isinstance(compared.quantity, Abs) else value
+    slack = float(compared.threshold) - magnitude
+    return -slack if compared.op in (">=", ">") else slack
 
 
-def _grows_worse(part: Clause, value: float) -> int:
+def _grows_worse(compared: Comparison, value: float) -> int:
     """Return the sign of the changes that bring a mean nearer to its threshold."""
-    found = threshold(part.require)
-    assert found is not None
-    term, op, _ = found
-    return -1 if (op in (">=", ">")) != (isinstance(term, Abs) and value < 0) else 1
+    turned = isinstance(compared.quantity, Abs) and value < 0
+    return -1 if (compared.op in (">=", ">")) != turned else 1
 
 
 def _shows(units: int | None, confidence: Confidence) -> float | None:
@@ -340,7 +336,7 @@ def _unit(part: Clause, program: Program) -> str:
     if _by_window(part):
         return "windows"
     fields = any(isinstance(f, HasFields) for f in walk(part.require))
-    return "records" if fields else f"{sampling_unit(program)}s"
+    return TRACE_RECORDS if fields else f"{sampling_unit(program)}s"
 
 
 def _units(part: Clause, requests: int | None) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kcdsl.ir.obligations import Obligation
+from kcdsl.ir.obligations import Comparison, Obligation
 from kcdsl.ir.printer import term_text
 from kcdsl.ir.terms import Abs, Statistic, Term
 from kcdsl_backends.empirical.decision.report import sampled_data, slice_data
@@ -27,7 +27,6 @@ from kcdsl_backends.empirical.table.requirements import (
     FAILURE_RATE,
     allowed_rate,
     is_mean,
-    threshold,
 )
 from kcdsl_backends.empirical.table.trace import read_trace
 
@@ -62,10 +61,10 @@ class Prior:
     def observe(self, obligation: Obligation) -> Observed | None:
         """Return the earlier values of an obligation; None if none is usable."""
         part, data = obligation.part, self.slices.get(obligation.slice or "")
-        found = threshold(part.require)
-        if found is None or data is None or not data.requests:
+        compared = obligation.comparison
+        if compared is None or data is None or not data.requests:
             return None
-        term, op, tau = found
+        term, op = compared.quantity, compared.op
         failed = sum(unit.failure is not None for unit in data.requests)
         if term == FAILURE_RATE:
             return Observed(len(data.requests), failed)
@@ -79,16 +78,16 @@ class Prior:
             windows = part.budget is not None and part.budget.unit == "windows"
             if windows or op == "==" or allowed_rate(part) is None:
                 return None
-            return _units_beyond(term, op, tau, data) if isinstance(term, Statistic) else None
+            return _units_beyond(term, compared, data) if isinstance(term, Statistic) else None
         except NotMeasurable:
             return None
 
 
-def _units_beyond(term: Statistic, op: str, tau: Fraction, data: SliceData) -> Observed:
+def _units_beyond(term: Statistic, compared: Comparison, data: SliceData) -> Observed:
     """Return the units beyond a threshold; raises NotMeasurable."""
-    side: Side = "upper" if op in ("<=", "<") else "lower"
+    side: Side = "upper" if compared.op in ("<=", "<") else "lower"
     worst = check_values(worst_of_units(term.of, data, side), term_text(term.of))
-    beyond = sum(not _meets(value, op, tau) for value in worst.tolist())
+    beyond = sum(not compared.admits(Fraction(value)) for value in worst.tolist())
     if term.kind == "rate":  # its threshold is a share, not a value
         return Observed(worst.size, beyond)
     return Observed(worst.size, beyond, worst=worst)
@@ -106,16 +105,3 @@ def _mean_of(of: Term, data: SliceData, upward: bool) -> Observed | None:
     away = int(np.count_nonzero(means != (means.max() if upward else means.min())))
     residuals, variance = sums - value * sizes, sums.size * error**2
     return Observed(sums.size, None, value, variance, residuals, away=away)
-
-
-def _meets(value: float, op: str, tau: Fraction) -> bool:
-    exact = Fraction(value)
-    match op:
-        case "<=":
-            return exact <= tau
-        case "<":
-            return exact < tau
-        case ">=":
-            return exact >= tau
-        case _:
-            return exact > tau

@@ -18,7 +18,7 @@ from kcdsl.diagnostics.model import Refusal, refuse
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir.formulas import subterms, terms_of, walk
 from kcdsl.ir.kernels import LOGITS, KernelRef
-from kcdsl.ir.obligations import named_slices
+from kcdsl.ir.obligations import Obligation, named_slices
 from kcdsl.ir.printer import formula_text
 from kcdsl.ir.terms import (
     Abs,
@@ -299,10 +299,10 @@ def threshold(formula: Formula) -> tuple[Term, str, Fraction] | None:
             return None
 
 
-def better_of(clause: Clause) -> str:
+def better_of(obligation: Obligation) -> str:
     """Return the better direction of values by the operator: "lower" or "higher"."""
-    found = threshold(clause.require)
-    return "higher" if found is not None and found[1] in _LOWER else "lower"
+    found = obligation.comparison
+    return "higher" if found is not None and found.op in _LOWER else "lower"
 
 
 def requirement_text(part: Clause, whole: Clause) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from kcdsl.ir.canonical import digest, normal_formula
 from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.studies.difference import (
-    Change,
     ClauseDifference,
     ClauseStatus,
     ContractName,
@@ -27,10 +26,10 @@ from kcdsl.verdict.studies.difference import (
 )
 from kcdsl_backends.smt.claims import Claim, covers_between, inclusion, subjects
 from kcdsl_backends.smt.difference.contracts import (
+    ContextChanges,
     Merged,
-    apart,
-    changes,
     consequences,
+    context_of,
     merge,
     stated,
     text_of,
@@ -58,7 +57,7 @@ def difference(
     makes the relation undecided, never equal or stricter. `report` receives the progress.
     """
     clock = Clock(timeout_ms, total_ms)
-    context = tuple(changes(old, new))
+    context = context_of(old, new)
     comparison = _Comparison(old, new, merge(old, new, clock), context, clock)
     clauses = comparison.clauses(report or (lambda stage, done, total: None))
     return Difference(
@@ -67,11 +66,11 @@ def difference(
         together(
             (
                 *(comparison.contribution(item) for item in clauses),
-                *(change.relation for change in context if change.relation is not None),
+                *(change.relation for change in context.changes if change.relation is not None),
             )
         ),
         clauses,
-        context,
+        context.changes,
     )
 
 
@@ -82,7 +81,7 @@ class _Comparison:
     old: Program
     new: Program
     merged: Merged
-    context: tuple[Change, ...]
+    context: ContextChanges
     clock: Clock
     pool: Pool = field(init=False)
     before: dict[str, list[Clause]] = field(init=False)
@@ -139,12 +138,12 @@ class _Comparison:
         found = ClauseDifference(
             name, ClauseStatus.BOTH, Relation.EQUAL, name, text_of(old), text_of(new)
         )
-        altering = apart(old, self.context) or apart(new, self.context)
+        altering = self.context.altering(old) or self.context.altering(new)
         others = tuple(consequences(self.old, old, self.new, new))
         witness: Witness | None = None
         if altering:
             demand = Relation.INCOMPARABLE
-            others = (*others, *(c for c in self.context if c.name in altering))
+            others = (*others, *altering)
         elif self._is_same(name):
             demand = Relation.EQUAL
         else:
@@ -161,7 +160,7 @@ class _Comparison:
 
     def _renamed(self, name: str) -> ClauseDifference:
         old, new = self.renamed[name], self.stated_new[name]
-        altering = apart(new, self.context)
+        altering = self.context.altering(new)
         return ClauseDifference(
             name,
             ClauseStatus.RENAMED,
@@ -169,7 +168,7 @@ class _Comparison:
             old,
             text_of(self.stated_old[old]),
             text_of(new),
-            tuple(c for c in self.context if c.name in altering),
+            altering,
         )
 
     def _removed(self, name: str) -> ClauseDifference:
@@ -177,7 +176,7 @@ class _Comparison:
         found = ClauseDifference(name, ClauseStatus.REMOVED, Relation.WEAKER, name, text_of(old))
         if _is_waived(self.before[name]):
             return replace(found, relation=Relation.EQUAL, because=_WAIVED)
-        kept = self._with_implication(found, name) if not apart(old, self.context) else found
+        kept = self._with_implication(found, name) if not self.context.altering(old) else found
         if kept.implied_by or kept.because or kept.relation is not Relation.WEAKER:
             return kept
         return replace(kept, witness=self._witness(name, self._ask(OLD, name, NEW, [])))
@@ -227,7 +226,7 @@ class _Comparison:
         """Add a note if new clauses imply the requirement with other consequences."""
         answer = self._ask(OLD, name, NEW, frozenset(self.after) - {name})
         by = _names(answer.premises)
-        altering = any(apart(self.stated_new[other], self.context) for other in by)
+        altering = any(self.context.altering(self.stated_new[other]) for other in by)
         if not answer.follows or not by or altering or not self._agree(answer.premises):
             return found
         verb = "demands" if len(by) == 1 else "demand"
@@ -241,7 +240,7 @@ class _Comparison:
         )
         if _is_waived(self.after[name]):
             return replace(found, relation=Relation.EQUAL, because=_WAIVED)
-        if apart(new, self.context):
+        if self.context.altering(new):
             return found
         answer = self._ask(NEW, name, OLD, None)
         if answer.follows and self._agree(answer.premises):
@@ -264,7 +263,9 @@ class _Comparison:
         covers = covers_between(other, own)
 
         def may(premise: Clause, _: Clause) -> bool:
-            return ids is not None or (covers(premise, clause) and not apart(premise, self.context))
+            return ids is not None or (
+                covers(premise, clause) and not self.context.altering(premise)
+            )
 
         return self.pool.follow(self.pool.of(side, [name]), self.pool.of(others, ids), may)
 

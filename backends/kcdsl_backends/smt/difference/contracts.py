@@ -137,11 +137,51 @@ def _renamed(formula: Formula, names: Mapping[str, str]) -> Formula:
 # --- context --------------------------------------------------------------------------------------
 
 
-_WITHOUT_TEMPERATURE = ("logit_", "hidden_", "embedding_", "margin", "top1_", "top5_", "top10_")
+@dataclass(frozen=True, slots=True)
+class ContextChanges:
+    """The differences outside the clauses: of models and kernels (`runs`), of the routes between
+    kernels, of the temperature, of other constants, and of user metrics by name."""
+
+    runs: tuple[Change, ...]
+    routes: tuple[Change, ...]
+    temperature: tuple[Change, ...]
+    constants: tuple[Change, ...]
+    metrics: Mapping[str, Change]
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Return all of them, in the order in which they are stated."""
+        others = (*self.runs, *self.routes, *self.temperature, *self.constants)
+        return (*others, *self.metrics.values())
+
+    def altering(self, clause: Clause) -> tuple[Change, ...]:
+        """Return the changes that give a clause another meaning in the other contract.
+
+        Admitted runs depend on the numerics and the model, measured values on the temperature and
+        on the definitions of user metrics.
+        """
+        terms = tuple(terms_of(clause.require))
+        admitted = any(isinstance(part, NoFlip) for part in walk(clause.require)) or any(
+            isinstance(term, Norm) and not term.of.measured for term in terms
+        )
+        read = {term.name for term in terms if isinstance(term, Metric)}
+        tempered = any(found is None or found.tempered for found in map(find_metric, read))
+        found = (*(self.runs if admitted else ()), *(self.temperature if tempered else ()))
+        return (*found, *(change for name, change in self.metrics.items() if name in read))
 
 
-def changes(old: Program, new: Program) -> Iterator[Change]:
-    """Yield the differences of models, kernels, constants and user metrics."""
+def context_of(old: Program, new: Program) -> ContextChanges:
+    """Return the differences of models, kernels, routes, constants and user metrics."""
+    return ContextChanges(
+        tuple(_runs(old, new)),
+        tuple(_routes(old, new)),
+        tuple(_constants(old, new, "temperature")),
+        tuple(_constants(old, new, "reward_range", "advantage_max", "score_norm_max")),
+        dict(_metrics(old, new)),
+    )
+
+
+def _runs(old: Program, new: Program) -> Iterator[Change]:
     for name in ("checkpoint", "architecture", "module", "config", "tokenizer"):
         before, after = getattr(old.model, name), getattr(new.model, name)
         if before != after:
@@ -150,17 +190,26 @@ def changes(old: Program, new: Program) -> Iterator[Change]:
     yield from _pairs("model block", *blocks)
     yield from _kernel("kernel train", old.train, new.train)
     yield from _kernel("kernel infer", old.infer, new.infer)
+
+
+def _routes(old: Program, new: Program) -> Iterator[Change]:
     yield from _kernel("route guard", old.guard, new.guard)
     yield from _kernel("route fallback", old.fallback, new.fallback)
     for name in ("guard_from", "fallback_from"):
         before, after = getattr(old.escalation, name), getattr(new.escalation, name)
         if before != after:
             yield _change(f"health {name}", real_text(before), real_text(after))
-    for name in ("temperature", "reward_range", "advantage_max", "score_norm_max"):
+
+
+def _constants(old: Program, new: Program, *names: str) -> Iterator[Change]:
+    for name in names:
         before, after = getattr(old.constants, name), getattr(new.constants, name)
         if before != after:
             shown = (None if value is None else real_text(value) for value in (before, after))
             yield _change(name, *shown)
+
+
+def _metrics(old: Program, new: Program) -> Iterator[tuple[str, Change]]:
     known = {metric.name: metric for metric in old.metrics}
     for metric in new.metrics:
         before = known.get(metric.name)
@@ -170,12 +219,13 @@ def changes(old: Program, new: Program) -> Iterator[Change]:
                 for name in metric.__dataclass_fields__
                 if getattr(metric, name) != getattr(before, name)
             ]
-            yield Change(
+            change = Change(
                 f"metric {metric.name}",
                 ", ".join(f"{name} {getattr(before, name)}" for name in fields),
                 ", ".join(f"{name} {getattr(metric, name)}" for name in fields),
                 Relation.INCOMPARABLE,
             )
+            yield metric.name, change
 
 
 def _change(name: str, old: str | None, new: str | None) -> Change:
@@ -206,35 +256,6 @@ def _flat(stated: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
             yield from _flat(value, f"{prefix}{name}.")
         elif value is not None:
             yield f"{prefix}{name}", str(value)
-
-
-def apart(clause: Clause, found: tuple[Change, ...]) -> tuple[str, ...]:
-    """Return the changes that give a clause another meaning in the other contract.
-
-    Admitted runs depend on the numerics and the model, measured values on the temperature and on
-    the definitions of user metrics.
-    """
-    names = [change.name for change in found]
-    touched: list[str] = []
-    admitted = any(isinstance(part, NoFlip) for part in walk(clause.require))
-    for term in terms_of(clause.require):
-        if isinstance(term, Norm) and not term.of.measured:
-            admitted = True
-        if isinstance(term, Metric):
-            touched += [name for name in names if name == f"metric {term.name}"]
-            if "temperature" in names and _has_temperature(term.name):
-                touched.append("temperature")
-    if admitted:
-        touched += [name for name in names if name.startswith(("model ", "kernel "))]
-    return tuple(dict.fromkeys(touched))
-
-
-def _has_temperature(name: str) -> bool:
-    definition = find_metric(name)
-    if definition is None:
-        return True
-    needs = {"logits", "sampled"} & set(definition.needs)
-    return bool(needs) and not definition.name.startswith(_WITHOUT_TEMPERATURE)
 
 
 # --- axes of comparison ---------------------------------------------------------------------------

@@ -119,8 +119,8 @@ class Parameters:
         if not isinstance(self._values[key], _Narrow) or self._served is not None:
             return ()
         for kernel in (one.serving(key) for one in kernels):
-            alone = kernel.weights[1] == "none" and kernel.activations[0] == "none"
-            if not alone or kernel.late or kernel.paired:
+            coded = kernel.coded_weights or kernel.coded_inputs
+            if coded or kernel.late or kernel.paired:
                 return ()
         return tuple(_parts(self.shape(key)))
 
@@ -144,7 +144,7 @@ class Parameters:
         """Return a linear weight [outputs, inputs] as the kernel stores it."""
         kernel = kernel.serving(key)
         # where scales multiply sums of codes, the weight is not rounded to the compute format
-        by_codes = kernel.weights[1] != "none" and kernel.by_codes
+        by_codes = kernel.coded_weights and kernel.by_codes
         compute = FLOAT32 if by_codes else kernel.holding
         return self._get(key, kernel, compute, kernel.weights)
 
@@ -169,7 +169,7 @@ class Parameters:
 
         Raises Rejected "parameter/served" where it is quantised otherwise.
         """
-        served, scaled = self._served, stored[1] not in ("", "none")
+        served, scaled = self._served, stored[1] in LAYOUTS
         if served is None:
             raise Rejected("internal", "there is no checkpoint of the inference kernel")
         if key not in served.coded:
@@ -237,7 +237,8 @@ def _refuse_other_codes(served: Served, key: str, kernel: KernelNumerics) -> Non
     """Refuse quantised inputs, keys or values whose codes or layouts are not those that the
     checkpoint states."""
     cache = None if kernel.cache is None else (kernel.cache.kind, kernel.cache.scale)
-    other = served.says(key, kernel.activations, cache)
+    inputs = kernel.activations if kernel.coded_inputs else None
+    other = served.says(key, inputs, cache)
     if other:
         said = f"the checkpoint states other codes of {other} at {key!r}"
         raise Rejected("parameter/served", said)
@@ -245,9 +246,9 @@ def _refuse_other_codes(served: Served, key: str, kernel: KernelNumerics) -> Non
 
 def _refuse_other_inputs(served: Served, key: str, kernel: KernelNumerics) -> None:
     """Refuse quantised inputs whose scales are not those that the checkpoint has."""
-    kind = kernel.activations[0]
-    if kind == "none":
+    if not kernel.coded_inputs:
         return
+    kind = kernel.activations[0]
     most, inputs = served.largest_amax, served.inputs(key)
     if most is not None and kernel.amax_limit != most:
         raise Rejected("parameter/served", f"dynamic scales of {key!r} are of {most!r} at most")
@@ -304,7 +305,7 @@ def quantised(
     """
     if weight.ndim != 2:
         raise Rejected("parameter/shape", f"linear weight {name!r} is not a matrix")
-    if scale == "none":
+    if scale not in LAYOUTS:
         return plain(weight.astype(np.float64), FORMATS[kind], name, inward).astype(np.float32)
     if CODES[kind].shifted:
         return _from_zero(weight, scale, name, stored)

@@ -117,7 +117,7 @@ def steps(kernel: KernelNumerics, x: Box, key: str) -> QuantiserSteps:
     Raises Rejected "rule/static-scale"; "bound/overflow" where a static scale may be exceeded.
     """
     kind, scale = kernel.activations
-    if scale == "static":
+    if kernel.static_inputs:
         return _calibrated(kernel, x, key)
     if layout_of(scale).nested:  # codes are unknown where a scale may be 0
         most = nested(kernel, x, key)[1]
@@ -205,7 +205,7 @@ def nested(kernel: KernelNumerics, x: Box, key: str) -> tuple[Floats, Floats]:
 def scales(kernel: KernelNumerics, x: Box) -> Box:
     """Return a box of dynamic scales, float32 numbers (from 0: unknown); not of uint8."""
     kind, scale = kernel.activations
-    if scale == "none":
+    if not kernel.scaled_inputs:
         return box.exact(np.ones(x.shape))
     least = largest(np.maximum(np.maximum(x.lo, -x.hi), 0.0), scale)
     most = np.maximum(largest(box.magnitude(x), scale), kernel.batch_amax)
@@ -325,7 +325,7 @@ def quantised(kernel: KernelNumerics, x: Box, error: Floats, key: str = "") -> t
     Raises Rejected as `steps` does.
     """
     wide, around = box.widen(x, error), box.around(np.broadcast_to(error, x.shape))
-    if not kernel.stepped or kernel.activations[0] == "none":
+    if not kernel.stepped or not kernel.coded_inputs:
         return wide, around
     by, sure = known(steps(kernel, x, key))
     found = box.meet(hull(by, x), wide)

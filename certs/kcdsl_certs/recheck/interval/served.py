@@ -175,15 +175,15 @@ class Served:
             raise Rejected("served/tensor", f"{key[:80]!r}: {error}") from None
         return Inputs(tuple(float(one) for one in scales), int(found.pop()))
 
-    def says(self, key: str, inputs: tuple[str, str], cache: tuple[str, str] | None) -> str:
+    def says(self, key: str, inputs: tuple[str, str] | None, cache: tuple[str, str] | None) -> str:
         """Return which of "inputs" and "keys and values" the checkpoint quantises with another code
-        format or scale layout; "" for neither. Inputs of format "none" are not compared.
+        format or scale layout; "" for neither. Inputs and caches without codes are not compared.
 
         Raises Rejected "served/method" for a configuration that cannot be compared.
         """
         name, base = method_name(self.method), key.removesuffix(".weight")
         try:
-            if inputs[0] != "none":
+            if inputs is not None:
                 if name == "torchao":
                     alike = fits_torchao(told_by_torchao(self.metadata, base), *inputs)
                 else:

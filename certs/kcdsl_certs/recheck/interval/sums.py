@@ -104,7 +104,7 @@ def flushed(
     the other factor. Of products of codes the product of both scales may be subnormal too.
     """
     n = columns or left.shape[-1]
-    scaled = n * _FAINT_PRODUCT if kernel.activations[0] != "none" else 0.0
+    scaled = n * _FAINT_PRODUCT if kernel.coded_inputs else 0.0
     if not kernel.coarse and not kernel.shortened:
         return scaled
     sizes = left.sum(axis=-1, keepdims=True), right.sum(axis=-2, keepdims=True) * (columns or 1)
@@ -240,16 +240,16 @@ def _least(
     first: Floats | float = plain
     if _has_grid(kind):
         first = 2.0 ** CODES[kind].form.least
-        if scale == "static":
+        if kernel.static_inputs:
             first = first * float(quantisers.given(kernel, key, left.shape)[0].max())
-        elif scale != "none":
+        elif kernel.scaled_inputs:
             name = "per_tensor" if LAYOUTS[scale].tile[0] != 1 else "per_token"
             top = np.maximum(quantisers.largest(left, name)[..., :1], kernel.batch_amax)
             first = first * np.maximum(_scale(kind, scale) * top, kernel.least_scale)
     second: Floats | float = plain
     if _has_grid(stored):
         second = 2.0 ** CODES[stored].form.least
-        if shared != "none":
+        if kernel.coded_weights:
             second = second * _scale(stored, shared) * float(right.max())
     return first, second
 

@@ -93,9 +93,9 @@ def alike(kernels: tuple[KernelNumerics, KernelNumerics], linear: bool) -> bool:
 def _way(kernel: KernelNumerics, linear: bool) -> tuple[str, ...]:
     """Return everything that the stored number of a parameter depends on: its codes, and the
     formats that it is rounded to, except those that hold the number unrounded."""
-    coded = linear and kernel.weights[1] != "none"
+    coded = linear and kernel.coded_weights
     to = [FORMATS[kernel.weights[0]]] if linear and not coded else []
-    to += [] if coded and kernel.activations[0] != "none" else [kernel.holding]
+    to += [] if coded and kernel.coded_inputs else [kernel.holding]
     found, held = list(kernel.weights) if coded else [], FLOAT32
     found += ["of its own checkpoint"] if kernel.served else []
     for form in to:
@@ -113,14 +113,14 @@ def _stored(v: Box, kernel: KernelNumerics, linear: bool, name: str) -> Stored:
         raise Rejected("parameter/shape", f"linear weight {name!r} is not a matrix")
     if kernel.late:
         raise Rejected("parameter/scale", f"no region around {name!r}, whose scales come late")
-    kind, scale = kernel.weights
-    if scale == "none":
-        found = _cast(v, as_it_is, FORMATS[kind], kernel, name)
-        if _within(FORMATS[kind], kernel.holding):
+    if not kernel.coded_weights:
+        form = FORMATS[kernel.weights[0]]
+        found = _cast(v, as_it_is, form, kernel, name)
+        if _within(form, kernel.holding):
             return found
     else:
         found = _coded(v, kernel, name)
-        if kernel.activations[0] != "none":
+        if kernel.coded_inputs:
             return found
     return _cast(v, found, kernel.holding, kernel, name)
 

@@ -64,6 +64,11 @@ class Cache:
     keys: Static | None = None
     values: Static | None = None
 
+    @property
+    def static(self) -> bool:
+        """Return whether the scales are static."""
+        return self.keys is not None
+
 
 @dataclass(frozen=True, slots=True)
 class TensorCodes:
@@ -154,9 +159,29 @@ class KernelNumerics:
         )
 
     @property
+    def coded_weights(self) -> bool:
+        """Return whether weights of linears are codes with scales."""
+        return self.weights[1] != "none"
+
+    @property
+    def coded_inputs(self) -> bool:
+        """Return whether inputs of linears are codes."""
+        return self.activations[0] != "none"
+
+    @property
+    def scaled_inputs(self) -> bool:
+        """Return whether inputs of linears are codes with scales."""
+        return self.activations[1] != "none"
+
+    @property
+    def static_inputs(self) -> bool:
+        """Return whether inputs of linears are codes with calibrated scales."""
+        return self.activations[1] == "static"
+
+    @property
     def by_codes(self) -> bool:
         """Return whether linears may sum products of codes and apply scales to the sum."""
-        return self.activations[0] != "none" or self.late != ""
+        return self.coded_inputs or self.late != ""
 
     @property
     def before_sums(self) -> int:

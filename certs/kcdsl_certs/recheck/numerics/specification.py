@@ -98,7 +98,7 @@ def parse_kernel(value: object, place: str) -> KernelNumerics:
     kernels = (found, *(other for _, other in found.others))
     if units[0] is not None and any(layout_of(each.activations[1]).nested for each in kernels):
         raise Rejected("document/numerics", "a matrix unit that multiplies inputs of nvfp4")
-    if most != 1 and any(each.activations[0] != "none" for each in kernels):
+    if most != 1 and any(each.coded_inputs for each in kernels):
         raise Rejected("document/numerics", "quantised activations beside directed casts")
     if pairs and not any(each.paired for each in kernels):
         raise Rejected("document/numerics", "sums of bytes without codes of bytes")

@@ -226,6 +226,14 @@ def test_metrics_of_clauses_are_drawn_with_their_limits() -> None:
     assert drawn["log_ratio"]["limits"] == []  # a limit of a mean is not drawn
 
 
+@pytest.mark.parametrize("q", ["99/100", "999/1000"])
+def test_limits_of_percentiles_are_drawn_however_they_are_written(q: str) -> None:
+    made = evidence((clause("N-Q", "quantile", "kl", "1/1000", q=q),))
+    charts = conclude(made).to_json()["charts"]
+    (drawn,) = (c for c in charts["histograms"] if c["metric"] == "kl")
+    assert [(x["clause"], x["threshold"]) for x in drawn["limits"]] == [("N-Q", 1e-3)]
+
+
 def test_bounds_are_shown_beside_values_of_the_same_requests() -> None:
     found = evidence()
     charts = {c["metric"]: c for c in conclude(found).to_json()["charts"]["certified"]}

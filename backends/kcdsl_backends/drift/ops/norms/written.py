@@ -117,7 +117,7 @@ def written(
         NoBound: a part may overflow, or roundings of the parts may exceed the variance.
     """
     parts, n, eps = parts_of(node), size.shape[-1], float(node.attrs["eps"])
-    wide = all((form or kernel.own.compute) == "float64" for form in parts.values())
+    wide = all(FORMATS[form or kernel.own.compute].wide for form in parts.values())
     u, eta = (2.0**-53, 2.0**-1074) if wide else (2.0**-24, 2.0**-149)
     final = list(parts)[-1]
 

@@ -23,7 +23,7 @@ from kcdsl_certs.recheck.interval.state import (
     stored,
     target,
 )
-from kcdsl_certs.recheck.numerics.kernel import KernelNumerics
+from kcdsl_certs.recheck.numerics.kernel import Cache, KernelNumerics
 from kcdsl_certs.recheck.ops.arithmetic import operands_of, times
 from kcdsl_certs.recheck.ops.linear.quantised_inputs import quantisation
 from kcdsl_certs.recheck.ops.operation import Operation
@@ -114,7 +114,7 @@ def coded(kernel: KernelNumerics, node: Node, x: Box) -> tuple[Box, Box] | None:
     if spec is None:
         return None
     part, key, static = node.attrs.text("part"), "*", None
-    if spec.scale == "static":
+    if spec.static:
         static, key = (spec.keys if part == "keys" else spec.values), node.attrs.text("source")
     layout = "per_token" if spec.scale in ("per_head", "per_token_head") else spec.scale
     inside = replace(
@@ -126,30 +126,29 @@ def coded(kernel: KernelNumerics, node: Node, x: Box) -> tuple[Box, Box] | None:
         batch_amax=0.0,
         others=(),
     )
-    rows = Box(_rows(x.lo, part, spec.scale), _rows(x.hi, part, spec.scale))
+    rows = Box(_rows(x.lo, part, spec), _rows(x.hi, part, spec))
     key = key or "*"  # of several linears: the scale for those not named
     value, off = quantisers.quantised(inside, rows, quantisation(inside, rows, key), key)
     found = (
-        Box(_back(b.lo, x.lo, part, spec.scale), _back(b.hi, x.lo, part, spec.scale))
-        for b in (value, off)
+        Box(_back(b.lo, x.lo, part, spec), _back(b.hi, x.lo, part, spec)) for b in (value, off)
     )
     first, second = found
     return first, second
 
 
-def _rows(x: Floats, part: str, scale: str) -> Floats:
+def _rows(x: Floats, part: str, spec: Cache) -> Floats:
     """Return heads of tokens [H, T, d], a head in one row, or [T, d, H] for static scales."""
     x = np.swapaxes(x, -1, -2) if part == "keys" else x
     x = x.reshape(-1, *x.shape[-2:])
-    if scale == "per_head":
+    if spec.scale == "per_head":
         return x.reshape(x.shape[0], -1)
-    return np.ascontiguousarray(np.moveaxis(x, 0, -1) if scale == "static" else x)
+    return np.ascontiguousarray(np.moveaxis(x, 0, -1) if spec.static else x)
 
 
-def _back(rows: Floats, like: Floats, part: str, scale: str) -> Floats:
+def _back(rows: Floats, like: Floats, part: str, spec: Cache) -> Floats:
     """Return the inverse of `_rows`."""
     turned = (*like.shape[:-2], like.shape[-1], like.shape[-2])
-    rows = np.moveaxis(rows, -1, 0) if scale == "static" else rows
+    rows = np.moveaxis(rows, -1, 0) if spec.static else rows
     rows = rows.reshape(turned if part == "keys" else like.shape)
     return np.ascontiguousarray(np.swapaxes(rows, -1, -2) if part == "keys" else rows)
 

@@ -63,7 +63,7 @@ def linear_interval(problem: DriftProblem, node: Node, inputs: list[Value]) -> S
     x_t, away_t = _entering(problem.train, x.t, key)
     x_i, away_i = _entering(problem.infer, x.i, key)
     drift = box.add(x.d, box.sub(away_i, away_t))
-    if (problem.train.activations[0], problem.infer.activations[0]) != ("none", "none"):
+    if problem.train.coded_inputs or problem.infer.coded_inputs:
         drift = box.meet(drift, box.sub(x_i, x_t))
     inner = problem.train.accumulate, problem.infer.accumulate
     entering, biased = (x, x_t, x_i, drift), len(inputs) == 3
@@ -182,7 +182,7 @@ def _error(
     `lost` bounds the error of sums in 16 bits.
     """
     factors = box.mag(x), box.mag(weight)
-    dynamic, before = kernel.activations[0] != "none", kernel.before_sums
+    dynamic, before = kernel.coded_inputs, kernel.before_sums
     error = rounding_of_sums(kernel, factors, size, before=before, dynamic=dynamic, key=key)
     error = box.up(error + lost)
     error = box.up(error + reduced(kernel, size[0], error))
@@ -231,7 +231,7 @@ def linear_affine(walk: Walk, node: Node, inputs: list[Operand]) -> Form:
         shared = _shared(walk, node, x, spread, around_bias)
     result = raised(np.abs(reference) + carried + own)
     factors, sizes = (x.size, box.lifted(size_all).T), (box.lifted(total), box.lifted(result))
-    dynamic = kernel.activations[0] != "none"
+    dynamic = kernel.coded_inputs
     early_on = kernel.before_sums
     error = rounding_of_sums(kernel, factors, sizes, before=early_on, dynamic=dynamic, key=key)
     split = of_sum(kernel, factors, sizes, error, before=early_on, dynamic=dynamic)
@@ -351,7 +351,7 @@ def _bias_affine(
 
 def _quantised_affine(walk: Walk, x: Form, key: str) -> Form:
     """Return the quantised input as a separate entry; x itself if it is not quantised."""
-    if walk.kernel.activations[0] == "none":
+    if not walk.kernel.coded_inputs:
         return x
     radius = raised(quantisation(walk.kernel, x.box, key)) + TINY
     if walk.kernel.stepped:

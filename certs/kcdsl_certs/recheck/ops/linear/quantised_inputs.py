@@ -38,10 +38,9 @@ def quantisation(kernel: KernelNumerics, x: Box, key: str = "") -> Floats:
     a box. A number may saturate, but by at most 1 - qmax/2^(emax + 1) of itself. Raises Rejected
     "bound/overflow" where an unscaled format or a static scale may overflow; "rule/static-scale".
     """
-    if kernel.activations[0] == "none":
+    if not kernel.coded_inputs:
         return np.zeros(x.shape)
-    static = kernel.activations[1] == "static"
-    found = _calibrated(kernel, x, key) if static else _coded(kernel, x, key)
+    found = (_calibrated if kernel.static_inputs else _coded)(kernel, x, key)
     return box.up(found + FAINT_SCALE)  # the scale itself may be subnormal
 
 
@@ -56,7 +55,7 @@ def _calibrated(kernel: KernelNumerics, x: Box, key: str) -> Floats:
 def _coded(kernel: KernelNumerics, x: Box, key: str) -> Floats:
     kind, scale = kernel.activations
     size = box.mag(x)
-    if scale == "none":
+    if not kernel.scaled_inputs:
         over = np.argwhere(~(size <= CODES[kind].last))
         if len(over):
             element = [int(i) for i in over[0]]
