@@ -130,6 +130,21 @@ def bounds(factory: ProblemFactory, x: Tensor) -> list[Tensor]:
     return found
 
 
+@pytest.mark.parametrize("style", ["composed", "fused"])
+def test_softmax_of_no_attention_is_stored_as_any_result(style: str) -> None:
+    """The format of probabilities is that of an attention: a router stores bfloat16."""
+    part = Part(lambda s, x: torch.softmax(x, -1)).eval().requires_grad_(False)
+    inside = {"style": style, "probabilities": "float32"}
+    infer = resolve({"preset": "torch-eager", "compute": "bfloat16", "attention": inside})
+    train = resolve({"preset": "torch-eager", "compute": "float32"})
+    factory = ProblemFactory(model_of(part, WIDTH), train, infer, torch.device("cpu"))
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)).bfloat16()
+    real = (part(x.float()).double() - part(x).double()).abs()
+    found = bounds(factory, x.double())
+    assert len(found) == 2
+    assert all(bool((real <= bound * claim_margin(train, infer)).all()) for bound in found)
+
+
 @pytest.mark.filterwarnings("ignore:The use of")
 @pytest.mark.parametrize("name", MODULES)
 def test_most_modules_are_lowered(name: str) -> None:

@@ -356,12 +356,12 @@ class Run:
         ulps = self.numerics["attention"]["exp_ulps"]
         return self.wobble(np.exp(self.step(x)), self.inner, 2 * ulps)
 
-    def softmax(self, scores: Floats, mask: Floats) -> Floats:
+    def softmax(self, scores: Floats, mask: Floats, form: str) -> Floats:
         s = np.where(mask, scores, -np.inf)
         top = s.max(axis=-1, keepdims=True)
         e = np.where(mask, self.exp(np.where(mask, s - top, 0.0)), 0.0)
         p = self.step(e / self.sum(e))
-        return self.store(p, self.numerics["attention"]["probabilities"])
+        return self.store(p, form)
 
     def online(self, scores: Floats, mask: Floats, v: Floats) -> Floats:
         """Return the context of a fused kernel: online softmax over tiles of keys."""
@@ -477,8 +477,9 @@ def simulate(graph: Any, run: Run, x: Floats | None, plain: Any, linear: Any) ->
                 mask = np.ones(args[0].shape, dtype=bool)
                 if len(args) > 1:
                     mask = np.broadcast_to(args[1], args[0].shape)
-                y, settled = run.softmax(args[0], mask), False
-                scores_of[node["name"]] = args[0], mask
+                y, settled = run.softmax(args[0], mask, form), False
+                if node["role"] == "probabilities":
+                    scores_of[node["name"]] = args[0], mask
             case "rms_norm" | "layer_norm":
                 gain = args[1] if len(args) > 1 else np.ones(())
                 bias = args[2] if len(args) > 2 else np.zeros(())

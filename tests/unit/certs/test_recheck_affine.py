@@ -110,6 +110,24 @@ def test_derived_claims_are_accepted(
     assert again.bound == outcome.bound
 
 
+@pytest.mark.parametrize("style", ["composed", "fused"])
+@pytest.mark.parametrize("domain", ["interval", "affine"])
+def test_softmax_of_no_attention_is_stored_as_any_result(
+    tmp_path: Path, domain: str, style: str
+) -> None:
+    """The format of probabilities is that of an attention: this kernel stores bfloat16."""
+    graph = proofs.Graph((1, 2))
+    graph.add("softmax", [graph.add("input", [], (1, 2))], (1, 2))
+    sha256 = proofs.write_safetensors(tmp_path / "model.safetensors", {})
+    kernel = proofs.numerics("bfloat16", "nearest", style=style, probabilities="float32")
+    made = proofs.document(graph, TRAIN, kernel, sha256, np.array([[1.0, 0.0]]))
+    made["cases"][0]["domain"] = domain
+    outcome = recheck(proofs.dump(made), tmp_path / "model.safetensors")
+    assert outcome.ok, outcome
+    stored, exact = 0.73046875, 1 / (1 + np.exp(-1.0))  # of 8 bits, and the real number
+    assert float.fromhex(outcome.bound) >= abs(stored - exact)
+
+
 def lower(text: str) -> str:
     return float(np.nextafter(float.fromhex(text), -np.inf)).hex()
 

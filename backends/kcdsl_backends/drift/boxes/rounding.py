@@ -157,6 +157,11 @@ class Rounding:
             raise NoBound(
                 node.name, f"a fused attention has no rule for {node.role} pinned to {node.format}"
             )
+        if node.op == "softmax" and not node.format:  # one of no attention is stored as any result
+            stored = numerics.stored_format(node.op, node.role)
+            if stored != numerics.attention.probabilities:
+                inside = replace(numerics.attention, probabilities=stored)
+                numerics = replace(numerics, attention=inside)
         numerics = numerics.serving(weight) if weight else numerics
         same = numerics is self.numerics
         return self if same else replace(self, numerics=numerics, base=self.own)

@@ -236,7 +236,7 @@ def recast(problem: DriftProblem, node: Node, x: State) -> State:
 def pinned(problem: DriftProblem, node: Node) -> DriftProblem:
     """Return the problem with both kernels as they compute a node: in its pinned format, and a
     linear with the override of its name."""
-    if node.format and node.op != "constant":
+    if (node.format and node.op != "constant") or (node.op, node.role) == ("softmax", ""):
         problem = replace(problem, train=problem.train.at(node), infer=problem.infer.at(node))
     key = problem.keys.get(node.inputs[1]) if node.op == "linear" else None
     if key is None or not (problem.train.others or problem.infer.others):

@@ -135,13 +135,17 @@ class KernelNumerics:
 
     def at(self, node: Node) -> KernelNumerics:
         """Return the kernel for a node: if the node pins a format, one that computes in this
-        format, with sums in float32 at best.
+        format, with sums in float32 at best; for a softmax of no attention, one that stores
+        probabilities as results.
 
         Raises Rejected "rule/format" for a fused attention whose own format the pinned one does
         not hold.
         """
         if not node.format:
-            return self
+            stored = self.result(node.op, node.role) if node.op == "softmax" else None
+            if stored in (None, self.probabilities):
+                return self
+            return replace(self, probabilities=stored, base=self.own)
         form = FORMATS[node.format]
         if node.role and self.fused:
             if not form.holds(self.result("", node.role)):
