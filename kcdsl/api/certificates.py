@@ -217,7 +217,7 @@ def _checked(
         for each in (
             [(name, Path(name), local[name])]
             if name in local
-            else _pulled(name, folders, trust, settings)
+            else _pulled(name, folders, trust, moment, settings)
         )
     ]
     try:
@@ -350,7 +350,7 @@ class _AtHand:
 
 
 def _pulled(
-    name: str, folders: ExitStack, trust: Trust, settings: CheckSettings
+    name: str, folders: ExitStack, trust: Trust, moment: datetime, settings: CheckSettings
 ) -> list[tuple[str, Path, bytes]]:
     """Return name, file and bytes of the certificates that are attached to an image."""
     from tempfile import TemporaryDirectory
@@ -359,7 +359,7 @@ def _pulled(
 
     registry = Repository.of(name, plain_http=settings.plain_http)
     own = Path(folders.enter_context(TemporaryDirectory()))
-    pulled = pull(registry, own, trust.rules.keys, settings.stage)
+    pulled = pull(registry, own, trust.rules, moment, settings.stage)
     return [(each.name, each.path, read_certificate(each.path)) for each in pulled]
 
 

@@ -31,6 +31,7 @@ from kcdsl.model.checkpoint.ranges import changed
 from kcdsl.model.checkpoint.served import OF_FILES, ServedWeights, load_served, matched
 from kcdsl.model.checkpoint.tensors import (
     EXACT_AS_FLOAT32,
+    TYPES,
     Checkpoint,
     StoredTensors,
     is_large,
@@ -314,15 +315,41 @@ def _loader(rule: KeyRule) -> WeightLoader:
 
 
 def _take_weights(module: nn.Module, checkpoint: Checkpoint, rule: KeyRule) -> dict[str, str]:
-    """Copy the tensors of the checkpoint into the module; return the key of each parameter."""
+    """Copy the tensors of the checkpoint into the module; return the key of each parameter.
+
+    Tensors of integers and truth values are copied too; they have no key.
+    """
     keys = _matched(module, checkpoint, rule)
     stored, turned = module.state_dict(keep_vars=True), transposed_names(module)
+    plain = {n: t for n, t in stored.items() if not t.is_floating_point()}
+    whole = {own: key for key in _every_key(checkpoint) if (own := rule(key)) in plain and own}
+    for name, key in whole.items():
+        kind = checkpoint.others.get(key, "a float")
+        if TYPES.get(kind) != plain[name].dtype:
+            raise refuse(
+                codes.CHECKPOINT_DTYPE,
+                f"{key} is stored as {kind}, the module holds it as {plain[name].dtype}",
+                help="save the checkpoint again with the module that the contract names",
+            )
+        if checkpoint.stored(key).shape != plain[name].shape:
+            has, wants = tuple(checkpoint.stored(key).shape), tuple(plain[name].shape)
+            raise refuse(
+                codes.CHECKPOINT_SHAPE,
+                f"{key} has shape {has}; the module demands {wants}",
+                help="save the checkpoint again with the module that the contract names",
+            )
     with torch.no_grad():
         for name, key in keys.items():
             if not stored[name].is_meta:
                 tensor = checkpoint.tensors[key]
                 stored[name].copy_(tensor.T if name in turned else tensor)
+        for name, key in whole.items():
+            plain[name].copy_(checkpoint.stored(key))
     return keys
+
+
+def _every_key(checkpoint: Checkpoint) -> tuple[str, ...]:
+    return (*checkpoint.tensors, *checkpoint.others)
 
 
 def _matched(
@@ -346,7 +373,7 @@ def _matched(
     if not copies:
         unread |= optional.keys()
     names: dict[str, str | None] = {}
-    for key in (*checkpoint.tensors, *checkpoint.others):
+    for key in _every_key(checkpoint):
         own = rule(key)
         names[key] = None if own in unread else own
     return match_tensors(checkpoint, names, expected, optional)

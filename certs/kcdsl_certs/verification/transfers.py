@@ -30,6 +30,7 @@ from kcdsl_certs.statement import (
     parse_statement,
     transferred_predicate,
 )
+from kcdsl_certs.statement.weights import ONNX
 from kcdsl_certs.verification.coverage import check_clauses
 from kcdsl_certs.verification.proofs import (
     LARGEST_PROOF,
@@ -230,7 +231,12 @@ class Weights:
     """Two checkpoints of the same tensors, shapes and dtypes."""
 
     def __init__(self, earlier: Path, later: Path) -> None:
-        """Read both. Raises Rejected `transfer/tensors`, and as reading a checkpoint does."""
+        """Read both. Raises Rejected `transfer/tensors`, also for ONNX files, whose programs may
+        differ, and as reading a checkpoint does."""
+        for path in (earlier, later):
+            if path.name.endswith(ONNX):
+                detail = f"{path.name} has a program beside the weights, which is not compared"
+                raise Rejected("transfer/tensors", detail)
         self._norms: Any = _numpy("kcdsl_certs.recheck.interval.weight_ball")
         read = import_module("kcdsl_certs.recheck.interval.tensors").read
         self._earlier, self._later = _of_file(earlier, read), _of_file(later, read)

@@ -157,14 +157,18 @@ class StoredTensors(Mapping[str, Tensor]):
         return found
 
 
+def _unread(key: str) -> Tensor:
+    raise KeyError(key)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The tensors of a checkpoint, by key.
 
     `tensors` holds those stored as float32, bfloat16 or float16, as float32; `others` the type of
-    every other tensor. Proofs name a checkpoint by `sha256` (hex): the digest of its one file, or
-    of the manifest of an index and its shards. `root` is the OpenSSF root digest (hex) of several
-    files.
+    every other tensor, which `stored` reads in a type of torch. Proofs name a checkpoint by
+    `sha256` (hex): the digest of its one file, or of the manifest of an index and its shards.
+    `root` is the OpenSSF root digest (hex) of several files.
     """
 
     path: Path
@@ -172,6 +176,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     others: Mapping[str, str]
     root: str | None = None
+    stored: Callable[[str], Tensor] = _unread
 
     @property
     def root_digest(self) -> str:
@@ -204,35 +209,44 @@ def load_checkpoint(path: Path, admitted: Callable[[Path], Path] = lambda path: 
     several = entry.name.endswith(INDEX_SUFFIX)
     if not several and _size(entry) <= RESIDENT:
         file = _resident(entry)
-        tensors, others = _taken(file)
-        return Checkpoint(path, file.sha256, tensors, others)
+        tensors, whole = _taken(file)
+        others = {k: one.kind for k, one in sorted(file.stored.items()) if k not in tensors}
+        return Checkpoint(path, file.sha256, tensors, others, None, whole.__getitem__)
     headers = read_headers(path, admitted)
     large = sum(map(_size, headers.files)) > RESIDENT
-    found, files = (_read_on_demand if large else _read_at_once)(headers)
+    found, files, stored = (_read_on_demand if large else _read_at_once)(headers)
     others = {k: t.kind for k, t in headers.tensors.items() if t.kind not in EXACT_AS_FLOAT32}
     if headers.index is None:
-        return Checkpoint(path, files[0].sha256, found, others)
+        return Checkpoint(path, files[0].sha256, found, others, None, stored)
     index, data = headers.index
     files.append(Resource(index.name, len(data), hashlib.sha256(data).hexdigest()))
     manifest = manifest_of(files)
-    return Checkpoint(path, manifest.weights_digest, found, others, manifest.root_digest)
+    return Checkpoint(path, manifest.weights_digest, found, others, manifest.root_digest, stored)
 
 
-def _read_at_once(headers: CheckpointHeaders) -> tuple[Mapping[str, Tensor], list[Resource]]:
-    """Return the tensors of all files, in memory, and the digests of the files."""
+_Read = tuple[Mapping[str, Tensor], list[Resource], Callable[[str], Tensor]]
+
+
+def _read_at_once(headers: CheckpointHeaders) -> _Read:
+    """Return the tensors of all files, in memory, the digests of the files, and what reads tensors
+    of other types."""
     found: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     files: list[Resource] = []
     for path, header in headers.files.items():
         file = _resident(path)
         if file.stored != header:
             raise changed(path)
-        found |= _taken(file)[0]
+        tensors, others = _taken(file)
+        found |= tensors
+        whole |= others
         files.append(Resource(path.name, file.memory.numel(), file.sha256))
-    return dict(sorted(found.items())), files
+    return dict(sorted(found.items())), files, whole.__getitem__
 
 
-def _read_on_demand(headers: CheckpointHeaders) -> tuple[Mapping[str, Tensor], list[Resource]]:
-    """Return the tensors of all files, not yet read, and the digests of the files."""
+def _read_on_demand(headers: CheckpointHeaders) -> _Read:
+    """Return the tensors of all files, not yet read, the digests of the files, and what reads
+    tensors of other types."""
     where: dict[str, HashedFile] = {}
     files: list[Resource] = []
     for path, header in headers.files.items():
@@ -242,8 +256,17 @@ def _read_on_demand(headers: CheckpointHeaders) -> tuple[Mapping[str, Tensor], l
             raise changed(path)
         where |= dict.fromkeys(header, file)
         files.append(Resource(path.name, file.size, file.sha256))
-    stored = {k: one for k, one in headers.tensors.items() if one.kind in EXACT_AS_FLOAT32}
-    return StoredTensors(stored, where), files
+    every = headers.tensors
+
+    def read(key: str) -> Tensor:
+        one = every[key]
+        raw = bytearray(where[key].read(one.start, one.end))
+        kind = TYPES[one.kind]
+        flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
+        return flat.reshape(one.shape)
+
+    stored = {k: one for k, one in every.items() if one.kind in EXACT_AS_FLOAT32}
+    return StoredTensors(stored, where), files, read
 
 
 def is_large(path: Path, admitted: Callable[[Path], Path] = lambda path: path) -> bool:
@@ -265,15 +288,15 @@ def _resident(path: Path) -> TensorFile:
         raise not_readable(path, error) from None
 
 
-def _taken(file: TensorFile) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file that are exact as float32, and the types of the others."""
+def _taken(file: TensorFile) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of a file that are exact as float32, and the others of a type of torch."""
     tensors: dict[str, Tensor] = {}
-    others: dict[str, str] = {}
+    others: dict[str, Tensor] = {}
     for key, stored in sorted(file.stored.items()):
         if stored.kind in EXACT_AS_FLOAT32:
             tensors[key] = file.tensor(key).to(torch.float32)
-        else:
-            others[key] = stored.kind
+        elif stored.kind in TYPES:
+            others[key] = file.tensor(key).clone()
     _refuse_non_finite(file.path, tensors)
     return tensors, others
 

@@ -25,9 +25,10 @@ from kcdsl.release.oci.transport import CHUNK, bad_reply
 from kcdsl.source.files import open_regular
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.encoding.strict import plain_name, strict_load, time_text
-from kcdsl_certs.signatures import LARGEST_BUNDLE, TrustedKey, decode, parse_bundle, signers
+from kcdsl_certs.signatures import LARGEST_BUNDLE, TrustPolicy, decode, parse_bundle, signers
 from kcdsl_certs.statement import (
     LARGEST_PAYLOAD,
+    PREDICATE_TYPE,
     TRANSFER_TYPE,
     Predicate,
     Transfer,
@@ -37,6 +38,7 @@ from kcdsl_certs.statement import (
     parse_transfer,
 )
 from kcdsl_certs.verification.admission import admit
+from kcdsl_certs.verification.authentication import authentic, meets_threshold
 from kcdsl_certs.verification.proofs import LARGEST_PROOF
 
 BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
@@ -52,6 +54,8 @@ class Pulled:
     body: Predicate | Transfer | None
     identity: str
     """The sha256 of its statement; "" where no trusted key signed it."""
+    replaces: bool = False
+    """Whether it may replace others: a check accepts its signatures, and it was not revoked."""
 
 
 def attach(certificate: Path, registry: Repository, moment: datetime) -> tuple[Descriptor, int]:
@@ -100,13 +104,18 @@ def attach(certificate: Path, registry: Repository, moment: datetime) -> tuple[D
 
 
 def pull(
-    registry: Repository, folder: Path, keys: Sequence[TrustedKey], stage: str | None = None
+    registry: Repository,
+    folder: Path,
+    trusted: TrustPolicy,
+    moment: datetime,
+    stage: str | None = None,
 ) -> list[Pulled]:
     """Read the certificates that are attached to an image, or the certificate that is named.
 
     Files of a certificate are read only if a trusted key signed it. If any certificate is signed,
     unsigned ones are ignored, because anyone with write access can attach anything; so are
-    certificates that a signed one supersedes or restates. With `stage`, certificates of other
+    certificates that one supersedes or restates whose signatures `trusted` accepts at `moment`, and
+    which it does not revoke. With `stage`, certificates of other
     stages are ignored if there is one of this stage.
 
     Raises:
@@ -115,14 +124,14 @@ def pull(
     digest = f"sha256:{registry.image.sha256}"
     document, _ = registry.manifest(digest)
     if document.get("artifactType") == ARTEFACT_TYPE:
-        return [_pulled(registry, digest, document, folder, keys)]
+        return [_pulled(registry, digest, document, folder, trusted, moment)]
     found = []
     for each in registry.referrers():
         artefact, _ = registry.manifest(each.digest)
         subject = artefact.get("subject")
         about = subject.get("digest") if isinstance(subject, dict) else None
         if about == digest and artefact.get("artifactType") == ARTEFACT_TYPE:
-            found.append(_pulled(registry, each.digest, artefact, folder, keys))
+            found.append(_pulled(registry, each.digest, artefact, folder, trusted, moment))
     if not found:
         raise refuse(
             FILE_MISSING,
@@ -130,9 +139,10 @@ def pull(
             help="attach one: kcdsl attach CERT HOST/NAME@sha256:DIGEST",
         )
     signed = [each for each in found if each.identity]
-    gone = {each.body.supersedes for each in signed if isinstance(each.body, Predicate)}
+    able = [each for each in signed if each.replaces]
+    gone = {each.body.supersedes for each in able if isinstance(each.body, Predicate)}
     left = [each for each in signed if each.identity not in gone]
-    bodies = [each.body for each in left if isinstance(each.body, Predicate)]
+    bodies = [each.body for each in left if each.replaces and isinstance(each.body, Predicate)]
     kept = [each for each in left if not any(_is_anew(body, each.body) for body in bodies)]
     if any(each.body is not None and each.body.stage == stage for each in kept):
         kept = [each for each in kept if each.body is None or each.body.stage == stage]
@@ -157,7 +167,8 @@ def _pulled(
     digest: str,
     document: Mapping[str, Any],
     folder: Path,
-    keys: Sequence[TrustedKey],
+    trusted: TrustPolicy,
+    moment: datetime,
 ) -> Pulled:
     """Read one artefact into a folder that is named by its digest."""
     name, where = f"{OCI}{registry.image.name}@{digest}", f"{registry.root}/manifests/{digest}"
@@ -172,8 +183,9 @@ def _pulled(
     files = {layer.title: layer for layer in layers if layer is not bundles[0]}
     registry.blob(bundles[0], path, LARGEST_BUNDLE)
     try:
-        envelope = decode(parse_bundle(path.read_bytes()))
-        if not signers(envelope, keys):
+        bundle = path.read_bytes()
+        envelope = decode(parse_bundle(bundle))
+        if not signers(envelope, trusted.keys):
             return Pulled(name, path, None, "")
     except Rejected:  # reported by the check
         return Pulled(name, path, None, "")
@@ -192,7 +204,19 @@ def _pulled(
         read([plain_name(body.path, "transfer")])
     with suppress(Rejected):  # a missing or wrong base of a transfer is reported by the check
         read(_named(body, own))
-    return Pulled(name, path, body, identity)
+    return Pulled(name, path, body, identity, _accepts(trusted, bundle, body.stage, moment))
+
+
+def _accepts(trusted: TrustPolicy, bundle: bytes, stage: str, moment: datetime) -> bool:
+    """Return whether a check accepts the signatures of a bundle for a stage, and the policy does
+    not revoke the certificate."""
+    try:
+        signed = authentic(bundle, trusted, moment, (PREDICATE_TYPE, TRANSFER_TYPE))
+        able = tuple(key for key in signed.signers if key.stages is None or stage in key.stages)
+        meets_threshold(able, trusted.threshold, "stage/key-not-allowed")
+    except Rejected:
+        return False
+    return certificate_id(signed.payload) not in trusted.revoked_certificates
 
 
 def _body(payload: bytes) -> Predicate | Transfer:

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kcdsl.release.transfer import ASSUMPTIONS
+from kcdsl.check.compile import load_program
+from kcdsl.release.requirements import build_triple
+from kcdsl.release.transfer import ASSUMPTIONS, TransferPlan, transfer_of
 from kcdsl_certs.encoding.reals import parse_real
 from kcdsl_certs.encoding.strict import canonical_json, strict_load
 from kcdsl_certs.signatures import bundle_bytes, decode, generate, load_private, parse_bundle, sign
@@ -33,6 +36,7 @@ from kcdsl_certs.statement import (
     transfer_bytes,
 )
 from kcdsl_certs.verification.admission import read_statement
+from tests.support.onnx_files import save_decoder
 from tests.support.small_models import write_contract, write_model
 
 RHO = 0.01
@@ -242,6 +246,67 @@ def test_other_tensors_are_refused(cli: Any, folder: Path) -> None:
         found = run(cli, folder, path)
         assert found.code == 2, what
         assert "KC665" in found.stderr, what
+
+
+def test_other_integers_are_refused(tmp_path: Path) -> None:
+    """A graph holds them as constants, so no proof reads them by name."""
+    from kcdsl_certs.encoding.rejected import Rejected
+    from kcdsl_certs.verification.transfers import Weights
+
+    for name, codes in (("one", [1, 2]), ("same", [1, 2]), ("other", [1, 3])):
+        state = {"w": torch.ones(2), "codes": torch.tensor(codes, dtype=torch.int8)}
+        save_file(state, tmp_path / f"{name}.safetensors")
+    one = tmp_path / "one.safetensors"
+    Weights(one, tmp_path / "same.safetensors")
+    with pytest.raises(Rejected, match="transfer/tensors: 'codes'"):
+        Weights(one, tmp_path / "other.safetensors")
+
+
+ONNX_CONTRACT = """\
+kcdsl: 1
+contract: example
+version: 1.0.0
+model: {onnx: model.onnx}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.eager, numerics: {preset: torch-eager, compute: bfloat16, casts: any}}
+data: rows.jsonl
+slices: {all: {}}
+clauses:
+  N-0: {require: "forall x in points(all): norm_inf(drift(model, x)) <= 100", level: L2}
+"""
+
+
+def test_program_of_an_onnx_file_is_not_transferred(cli: Any, tmp_path: Path) -> None:
+    """The later file has the same tensors and another program."""
+    model = onnx.load(save_decoder(tmp_path))
+    (norm,) = (node for node in model.graph.node if node.op_type == "LayerNormalization")
+    for attribute in norm.attribute:
+        if attribute.name == "epsilon":
+            attribute.f = 100.0
+    path = tmp_path / "later" / "model.onnx"
+    path.parent.mkdir()
+    onnx.save(model, path)
+    (tmp_path / "contract.yaml").write_text(ONNX_CONTRACT)
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "tokens": [1, 2, 3]}\n')
+    key, contract = tmp_path / "kcdsl.key", str(tmp_path / "contract.yaml")
+    assert cli("keygen", "-o", str(key)).code == 0
+    options = ("--weights", "0.001", "--attack", "off", "--cache", "off", "--sign", str(key))
+    assert cli("verify", contract, *options).code == 0
+    found = run(cli, tmp_path, path)
+    assert found.code == 2, found.stdout
+    assert "has a program beside the weights" in found.stderr
+    bundle = (tmp_path / "out" / "verify.cert.json").read_bytes()
+    payload = decode(parse_bundle(bundle)).payload
+    body = read_statement(payload)
+    assert isinstance(body, Predicate)
+    triple = build_triple(load_program(tmp_path / "contract.yaml"), tmp_path, checkpoint=path)
+    carried = (TransferredResult("N-0", "all", parse_real("0.001"), 0.0, "down"),)
+    about = (body, certificate_id(payload), "verify.cert.json", triple, TransferPlan(carried, ()))
+    signed(tmp_path, transfer_of(*about, body.issued_at))
+    refused = check(cli, tmp_path, path, "--base", str(tmp_path / "model.onnx"), base=None)
+    assert refused.code == 4, refused.stdout
+    assert "transfer/tensors" in reasons(refused)
 
 
 def test_zeros_are_fixed_and_the_ball_is_closed(tmp_path: Path) -> None:
@@ -460,9 +525,6 @@ def test_other_weights_are_rejected(cli: Any, folder: Path) -> None:
     assert "transfer/base-checkpoint" in reasons(check(cli, folder, path, base="wrong"))
     # Weights outside the ball, with a matching triple and signature.
     path = later(folder, _with(Q, 7.0))
-    from kcdsl.check.compile import load_program
-    from kcdsl.release.requirements import build_triple
-
     program = load_program(folder / "contract.yaml")
     signed(folder, replace(honest, triple=build_triple(program, folder, checkpoint=path)))
     assert "transfer/outside" in reasons(check(cli, folder, path))

@@ -30,6 +30,7 @@ from kcdsl.model.architecture import Model
 from kcdsl.model.architectures import llama
 from kcdsl.model.architectures.bert import sentence_embedding
 from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
+from kcdsl.model.checkpoint import tensors as checkpoints
 from kcdsl.model.decoder.rotary import Rotary
 from kcdsl.model.loader import load_model
 
@@ -406,6 +407,45 @@ def test_user_module_is_loaded_with_its_blocks(own_model: Model) -> None:
     assert entering.shape == (len(IDS), 16)
     assert own_model.limits == (40, 32)
     assert not own_model.built_in
+
+
+CODED = """\
+import torch
+
+
+class Coded(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(2, 3, dtype=torch.int8))
+
+    def forward(self, ids):
+        return torch.nn.functional.one_hot(ids, 3).float() @ self.codes.float().T
+
+
+def build(config):
+    return Coded()
+"""
+
+
+@pytest.mark.parametrize("resident", [1 << 28, 0], ids=["in memory", "on demand"])
+def test_integers_of_a_module_are_those_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int
+) -> None:
+    """Otherwise a proof would be about the integers with which the module is built."""
+    monkeypatch.setattr(checkpoints, "RESIDENT", resident)
+    (tmp_path / "coded.py").write_text(CODED)
+    codes = torch.tensor([[1, -2, 3], [0, 127, -128]], dtype=torch.int8)
+    ref = ModelRef("model.safetensors", module="coded:build")
+    save_file({"codes": codes}, tmp_path / "model.safetensors")
+    assert torch.equal(load_model(ref, tmp_path).module(torch.tensor([2]))[0], codes[:, 2].float())
+    for other, code in (
+        (codes.float(), CHECKPOINT_DTYPE),
+        (codes.long(), CHECKPOINT_DTYPE),
+        (codes.T.contiguous(), CHECKPOINT_SHAPE),
+    ):
+        save_file({"codes": other}, tmp_path / "model.safetensors")
+        with expect(code, "codes"):
+            load_model(ref, tmp_path)
 
 
 @pytest.mark.full

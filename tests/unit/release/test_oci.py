@@ -423,6 +423,36 @@ def test_untrusted_certificate_restates_nothing(
     assert check(image).code == 4
 
 
+@pytest.mark.parametrize("why", ["revoked key", "revoked certificate", "key of another stage"])
+def test_certificate_that_a_check_refuses_hides_no_failure(
+    plain: FakeRegistry, attach: Any, cli: Cli, issued: Any, folder: Path, why: str
+) -> None:
+    """It is of another stage than the requested one, so that it is not checked itself."""
+    image, other = plain.image(), generate()
+    (folder / "other.pub").write_bytes(other.public.pem)
+    assert attach(image, issued(LATER)).code == 0
+    failed = issued(LATEST, failed=True)
+    assert attach(image, failed).code == 0
+    gone = certificate_id(decode(parse_bundle(failed.read_bytes())).payload)
+    hiding = issued(LATEST + 1, stage="shadow", signer=other, supersedes=gone)
+    assert attach(image, hiding).code == 0
+    own = certificate_id(decode(parse_bundle(hiding.read_bytes())).payload)
+    stages = '{path = "other.pub", stages = ["offline-ci"]}'
+    named, revoked = {
+        "revoked key": ('"other.pub"', f'revoked-keys = ["{other.public.fingerprint}"]'),
+        "revoked certificate": ('"other.pub"', f'revoked-certificates = ["{own}"]'),
+        "key of another stage": (stages, ""),
+    }[why]
+    policy = folder / "policy.toml"
+    policy.write_text(f'trusted-keys = ["kcdsl.key.pub", {named}]\n{revoked}\n')
+    words = ("--stage", "offline-ci", "--plain-http", "--policy", policy)
+    ran = cli("check", f"oci://{image}", *words, cwd=folder)
+    assert ran.code == 4, ran.stdout
+    assert "clause/" in ran.stdout
+    policy.write_text('trusted-keys = ["kcdsl.key.pub", "other.pub"]\n')
+    assert cli("check", f"oci://{image}", *words, cwd=folder).code == 0
+
+
 def test_evidence_file_may_have_any_name(
     plain: FakeRegistry, attach: Any, check: Any, issued: Any, evidence: tuple[EvidenceFile, ...]
 ) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.interval import box, quantisers
 from kcdsl_certs.recheck.interval.box import Box, Floats, above, down
-from kcdsl_certs.recheck.interval.tensors import Tensor, as_float32
+from kcdsl_certs.recheck.interval.tensors import FLOATS, Tensor, as_float32
 from kcdsl_certs.recheck.numerics.formats import (
     CODES,
     FLOAT32,
@@ -227,7 +227,9 @@ class Moved:
 
 
 def same_tensors(earlier: Mapping[str, Tensor], later: Mapping[str, Tensor]) -> None:
-    """Refuse checkpoints of other tensors, shapes or dtypes. Raises Rejected "transfer/tensors"."""
+    """Refuse checkpoints of other tensors, shapes or dtypes, and of other integers, which no region
+    has: a graph may hold them as constants. Raises Rejected "transfer/tensors".
+    """
     apart = sorted(earlier.keys() ^ later.keys())
     if apart:
         where = "earlier" if apart[0] in earlier else "later"
@@ -237,6 +239,8 @@ def same_tensors(earlier: Mapping[str, Tensor], later: Mapping[str, Tensor]) -> 
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             detail = f"{name[:200]!r} was {one.dtype} {list(one.shape)}, is {two.dtype}"
             raise Rejected("transfer/tensors", f"{detail} {list(two.shape)}")
+        if one.dtype not in FLOATS and one.data != two.data:
+            raise Rejected("transfer/tensors", f"{name[:200]!r} ({one.dtype}) has other numbers")
 
 
 def moved(
