@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kcdsl.check.compile import load_program
 from kcdsl.diagnostics import Refusal
 from kcdsl.ir.terms import Program
-from kcdsl.verdict.model import Held, InvalidEvidence, Verdict, Violated
+from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.text.studies import print_aggregate
 from kcdsl_backends.empirical.questions.aggregate import AggregateOptions, aggregate
 from kcdsl_backends.empirical.questions.token_clauses import decide_table, prepare
@@ -139,6 +139,29 @@ def test_missing_values_do_not_imply_equal_policies(tmp_path: Path) -> None:
     some = pa.array([0.0] * (n - 1) + [None], pa.float64())
     (gaps,) = verdicts(program, write(tmp_path, {**columns, "log_ratio_linf": some}))
     assert not isinstance(gaps, Held)
+
+
+@pytest.mark.parametrize(
+    ("drift", "values", "requirement"),
+    [
+        ([0.0, math.nan], [0.0, 0.0], "mean(k3) <= 0.001"),
+        ([0.0, 0.0], [-0.5, 0.5], "abs(mean(log_ratio)) <= 0.001"),
+    ],
+)
+def test_columns_that_contradict_equal_policies_give_no_verdict(
+    tmp_path: Path, drift: list[float], values: list[float], requirement: str
+) -> None:
+    """Neither NaN beside zeros nor ratios other than 1 are those of equal policies."""
+    n = 40
+    columns = {
+        "request": [f"r{i}" for i in range(n) for _ in range(2)],
+        "slice": ["chat"] * (2 * n),
+        "k3": [0.0] * (2 * n),
+        "log_ratio": [0.0, 0.0, *values * (n - 1)],
+        "log_ratio_linf": [0.0, 0.0, *drift * (n - 1)],
+    }
+    (found,) = verdicts(contract(tmp_path, requirement), write(tmp_path, columns))
+    assert isinstance(found, Inconclusive)
 
 
 def test_empty_slice_does_not_imply_equal_policies(tmp_path: Path) -> None:
@@ -335,6 +358,21 @@ def test_positions_reveal_missing_and_duplicate_rows(tmp_path: Path) -> None:
     assert "the column `position` holds strings" in refused(None, words)
     floats = write(tmp_path, {**columns, "position": [5.0, 6.0, 7.0, 0.0]})
     assert "the column `position` holds doubles" in refused(None, floats)
+
+
+@pytest.mark.parametrize("name", ["kcdsl_place", "file_index", "File_Row_Number"])
+def test_columns_that_replace_the_order_of_rows_are_refused(tmp_path: Path, name: str) -> None:
+    """The order decides windows, and files are told apart by it."""
+    columns = {"request": ["a", "b"], "slice": ["chat"] * 2, "kl": [0.01, 0.02], name: [None, 0]}
+    program = contract(tmp_path, "max(kl) <= 0.05", budget="50% of windows")
+    message = refused(program, write(tmp_path, columns))
+    assert message.startswith(f"the table has a column `{name}`")
+
+
+def test_slices_that_differ_in_a_final_nul_are_told_apart(tmp_path: Path) -> None:
+    columns = {"request": ["a", "b", "c"], "slice": ["x", "x\0", "x"], "kl": [0.1, 0.2, 0.3]}
+    found = aggregate([write(tmp_path, columns)], None, AggregateOptions(threads=1))
+    assert [(one["slice"], one["rows"]) for one in found["slices"]] == [("x", 2), ("x\0", 1)]
 
 
 def test_copy_of_a_file_is_refused(tmp_path: Path) -> None:

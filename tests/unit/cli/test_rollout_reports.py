@@ -76,6 +76,21 @@ def test_prompts_are_counted_wherever_units_are(cli: Any, folder: Path) -> None:
     assert "both kernels are recorded, so there are no certificates" in ran.stderr
 
 
+def test_values_of_another_file_never_replace_those_of_a_request(cli: Any, folder: Path) -> None:
+    """The file `rollouts.jsonl` with the id `x.jsonl:a`, and `rollouts.jsonl:x.jsonl` with `a`."""
+    text = CONTRACT.split("slices:", maxsplit=1)[0] + (
+        'slices: {all: {}, other: {data: "rollouts.jsonl:x.jsonl"}}\n'
+        "clauses: {N: {require: max(k3) <= 0.1, slices: [all], level: L2, evidence: census}}\n"
+    )
+    (folder / "contract.yaml").write_text(text)
+    drifted = ROLLOUTS.splitlines()[0].replace('"a"', '"x.jsonl:a"').replace("-0.6", "-9")
+    (folder / "rollouts.jsonl").write_text(drifted)
+    (folder / "rollouts.jsonl:x.jsonl").write_text(ROLLOUTS.splitlines()[0])
+    ran = cli("evaluate", cwd=folder)
+    assert ran.code == 2
+    assert "two requests have the key `rollouts.jsonl:x.jsonl:a`" in ran.stderr
+
+
 def test_plan_counts_prompts(cli: Any, folder: Path) -> None:
     ran = cli("plan", cwd=folder)
     assert "57 more prompts, none of them beyond, would show it" in ran.stdout

@@ -10,12 +10,12 @@ import pytest
 from scipy import stats
 
 from kcdsl.api import causes
-from kcdsl.ir.terms import Clause
-from kcdsl_backends.empirical.decision.aligned import linear
+from kcdsl.ir.terms import Clause, Metric
+from kcdsl_backends.empirical.decision.aligned import linear, within_of_requests
 from kcdsl_backends.empirical.questions.pairs import compare_runs
 from kcdsl_backends.empirical.statistics import paired
 from kcdsl_backends.empirical.statistics.estimates import NotMeasurable
-from kcdsl_backends.empirical.table.evidence import EvidenceTable
+from kcdsl_backends.empirical.table.evidence import EvidenceTable, SamplingUnit, SliceData
 from kcdsl_backends.empirical.table.requirements import metrics_of
 from tests.support.evidence import clause, evidence
 
@@ -31,6 +31,12 @@ def test_interaction_counts_units_by_sign_of_differences() -> None:
     test = stats.binomtest(better, worse + better, alternative="less")
     assert found.harm == pytest.approx(test.pvalue)
     assert found.low < found.delta < found.high < 0
+
+
+def test_requests_that_differ_in_a_final_nul_are_units_of_their_own() -> None:
+    data = SliceData("all", tuple(SamplingUnit(key, 1) for key in ("a", "a\0", "b")))
+    found = within_of_requests(np.array([True, False, True]), Metric("kl"), data, [0, 1, 2])
+    assert found.tolist() == [1, 0, 1]
 
 
 def test_interaction_of_means_has_students_t_limits_without_skewness() -> None:

@@ -86,6 +86,19 @@ def test_only_unmasked_tokens_are_used() -> None:
     assert found["ppl_ratio"] == pytest.approx([math.exp(-0.375)])
 
 
+def test_rollout_without_its_lists_leaves_the_unit_without_their_metrics() -> None:
+    """A server that leaves lists out at one of two draws after a prompt hides nothing."""
+    lists = TopLogs(np.array([[0, 1]] * 2), np.log([[0.5, 0.25]] * 2))
+    bare = rollout([-1.0, -1.0], [-1.0, -1.0], key="b")
+    sides = {name: replace(getattr(bare, name), top=lists) for name in ("train", "infer")}
+    metrics = {"top1_flip", "k3"}
+    assert value("top1_flip", on_slice([replace(bare, **sides)], metrics, False), "max") == 0.0
+    data = on_slice([replace(bare, key="a", **sides), bare], metrics)
+    with pytest.raises(NotMeasurable, match="top1_flip: the request f:a: its rollout of row 1"):
+        value("top1_flip", data, "max")
+    assert value("k3", data, "max") == 0.0
+
+
 def test_estimates_from_sampled_tokens_match_the_divergences() -> None:
     """Estimates of both KL, TV, chi2 and ESS lie within four standard errors of the exact values.
 

@@ -127,7 +127,7 @@ def attribute(
     )
     padding = model.built_in and not context.encoder
     batches = Batches(batch, padding) if batch > 1 else None
-    requests = tuple({r.key: r for rows in context.slices.values() for r in rows}.values())
+    requests = context.requests
     subject = AttributedMetric(pair, requests, plan, name, measure_.better, batches)
     with threads_for(_largest(model, requests)):
         found = measure(subject, progress)

@@ -57,10 +57,13 @@ class Context:
     def evidence(
         self, slices: Mapping[str, Sequence[Request]], *, encoder: bool = False, **measured: Any
     ) -> EvidenceTable:
-        """Return the evidence of the requests of each slice; `measured` are further fields."""
+        """Return the evidence of the requests of each slice; `measured` are further fields.
+
+        Raises Refusal for different requests with one key.
+        """
         return EvidenceTable(
             program=self.program,
-            requests=tuple({r.key: r for rows in slices.values() for r in rows}.values()),
+            requests=distinct_requests(slices),
             slices={name: tuple(r.key for r in rows) for name, rows in slices.items()},
             encoder=encoder,
             contract=self.contract,
@@ -120,8 +123,9 @@ class KernelContext(Context):
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Return every request of the slices, once."""
-        return tuple({r.key: r for rows in self.slices.values() for r in rows}.values())
+        """Return every request of the slices, once; raises Refusal for different requests with one
+        key."""
+        return distinct_requests(self.slices)
 
     @property
     def data(self) -> tuple[dict[str, Any], ...]:
@@ -146,6 +150,23 @@ class KernelContext(Context):
             }
             for side, reference, kernel in stated
         }
+
+
+def distinct_requests(slices: Mapping[str, Sequence[Request]]) -> tuple[Request, ...]:
+    """Return every request of the slices, once.
+
+    Raises Refusal for different requests with one key, whose values would replace each other: the
+    id `b:1` of the file `a` and the id `1` of the file `a:b` have the key `a:b:1`.
+    """
+    found: dict[str, Request] = {}
+    for request in (request for rows in slices.values() for request in rows):
+        if found.setdefault(request.key, request) != request:
+            raise refuse(
+                codes.DUPLICATE_REQUEST,
+                f"two requests have the key `{request.key}`",
+                help="rename a data file of the contract, or give one of them another id",
+            )
+    return tuple(found.values())
 
 
 def spoiled_slices(found: Iterable[tuple[Gap, Sequence[Request]]]) -> dict[str, str]:

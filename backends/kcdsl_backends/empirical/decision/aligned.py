@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,9 @@ def within_of_requests(
 def _firsts(term: Term, data: SliceData, order: Sequence[int]) -> NDArray[np.intp]:
     """Return the index of the first unit of each request, in an order that groups them by
     request."""
-    keys = np.array([unit.key for unit in runs_of(term, data)])[order]
-    return np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+    units = runs_of(term, data)
+    keys = [units[at].key for at in order]
+    return np.flatnonzero([True, *(one != two for one, two in pairwise(keys))])
 
 
 def equally_timed(runs: Sequence[SliceData]) -> list[SliceData]:

@@ -251,10 +251,12 @@ def value_range(
     sampled = {t.name for t in subterms(term) if isinstance(t, Metric)} & DRAWN
     if sampled and not population and _equal_policies(data):
         if data.reduced is not None:
-            constant = float(column_of(term, data.reduced).least[0])
+            column = column_of(term, data.reduced)
+            every = np.concatenate([column.least, column.most])
         else:
-            constant = float(_pointwise(term, data.requests[0], data.measures)[0])
-        return constant, constant
+            every = np.concatenate(unit_values(term, data.requests, data.measures))
+        if bool((every == every[0]).all()):  # other values contradict equal policies
+            return float(every[0]), float(every[0])
     match term:
         case Metric(name) if name in data.measures:
             return data.measures[name].low, data.measures[name].high
@@ -269,7 +271,7 @@ def _equal_policies(data: SliceData) -> bool:
         column = data.reduced.columns.get(Metric("log_ratio_linf"))
         if column is None or not len(data.reduced) or not column.complete.all():
             return False
-        return not (column.least.any() or column.most.any())
+        return not (column.nan.any() or column.least.any() or column.most.any())
     spread = [unit.values.get("log_ratio_linf") for unit in data.requests]
     return bool(spread) and all(s is not None and not s.any() for s in spread)
 

@@ -78,7 +78,10 @@ def _group(file: str, members: Sequence[Rollout], whole: Sequence[Rollout]) -> P
 
 
 def run_of(group: PromptRollouts, metrics: Collection[str], seed: int) -> RequestRun:
-    """Return the values of the metrics of a unit: the concatenated arrays of its rollouts."""
+    """Return the values of the metrics of a unit: the concatenated arrays of its rollouts.
+
+    A metric that one of its rollouts lacks, such as one of lists that a server left out, has none.
+    """
     key, tokens = group.request.key, sum(m.counted for m in group.members)
     digests = _digests(group)
     deltas = [d for m in group.members if (d := m.delta()) is not None]
@@ -91,8 +94,19 @@ def run_of(group: PromptRollouts, metrics: Collection[str], seed: int) -> Reques
     except NotMeasurable as error:
         return RequestRun(SamplingUnit(key, tokens, failure=str(error)), seed, digests, 0)
     names = dict.fromkeys(name for part in parts for name in part)
-    values = {name: _joined(name, [p[name] for p in parts if name in p]) for name in names}
-    return RequestRun(SamplingUnit(key, tokens, values), seed, digests, 0)
+    problems = {
+        name: f"its rollout of {member.place or member.key} has no value"
+        for member, part in zip(group.members, parts, strict=True)
+        for name in names
+        if member.counted and name not in part
+    }
+    values = {
+        name: _joined(name, [p[name] for p in parts if name in p])
+        for name in names
+        if name not in problems
+    }
+    unit = SamplingUnit(key, tokens, values, problems=problems)
+    return RequestRun(unit, seed, digests, 0)
 
 
 def _joined(name: str, parts: Sequence[Array]) -> Array:

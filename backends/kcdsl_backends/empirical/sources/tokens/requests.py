@@ -74,20 +74,20 @@ def _by_slice(
     steps: Sequence[Sequence[float]],
     found: Any,
 ) -> dict[str, Requests]:
-    names = found.column("slice").to_numpy(zero_copy_only=False)
-    place = found.column("place").to_numpy()
-    order = np.lexsort((place, names.astype(str)))
-    names, ordered = names[order].astype(str), found.take(order)
+    coded = found.column("slice").combine_chunks().dictionary_encode()
+    numbers, names = coded.indices.to_numpy(), coded.dictionary.to_pylist()
+    order = np.lexsort((found.column("place").to_numpy(), numbers))
+    numbers, ordered = numbers[order], found.take(order)
     keys = ordered.column("request").to_pylist()
     tokens = ordered.column("tokens").to_numpy()
     sums = [_sums(ordered, i, own) for i, own in enumerate(steps)]
     columns = {term: _column(ordered, i, sums[i]) for i, term in enumerate(terms)}
-    changes = np.flatnonzero(names[1:] != names[:-1]) + 1
-    starts = [0, *changes.tolist()] if len(names) else []
-    ends = [*changes.tolist(), len(names)] if len(names) else []
+    changes = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+    starts = [0, *changes.tolist()] if numbers.size else []
+    ends = [*changes.tolist(), numbers.size] if numbers.size else []
     slices: dict[str, Requests] = {}
     for start, end in zip(starts, ends, strict=True):
-        name = str(names[start])
+        name: str = names[numbers[start]]
 
         def rows_of(request: str, term: Term, name: str = name) -> Floats:
             query = rows_query(slice_of, name, request, term)

@@ -17,6 +17,12 @@ REQUEST, SLICE, POSITION, NAMES = "request", "slice", "position", "kcdsl.slices"
 """The columns of requests, slices and positions, and the key of the names of integer slices."""
 
 
+PLACE = "kcdsl_place"
+"""The column with the number of a row's file and its number in the file, as one integer."""
+_OWN = frozenset({PLACE, "file_index", "file_row_number"})
+"""The names of columns that DuckDB and `view` add."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenTable:
     """Parquet files of the same columns, one row per token.
@@ -165,6 +171,13 @@ def _table(files: tuple[Path, ...], rows: int, schema: Any, names: tuple[str, ..
             "two columns differ in the case of their names only",
             help="rename one of them: SQL does not tell them apart",
         )
+    taken = next((name for name in schema.names if name.lower() in _OWN), None)
+    if taken is not None:
+        raise refuse(
+            codes.TOKEN_TABLE,
+            f"the table has a column `{taken}`, which would replace the order of its rows",
+            help="rename the column, or leave it out",
+        )
     return TokenTable(files, rows, metrics, fields, slices, names)
 
 
@@ -203,10 +216,6 @@ def file_records(
         found.append({"name": str(shown(file)), "sha256": digest, "bytes": file.stat().st_size})
         progress(done, len(table.files))
     return tuple(found)
-
-
-PLACE = "kcdsl_place"
-"""The column with the number of a row's file and its number in the file, as one integer."""
 
 
 def quoted(name: str) -> str:
