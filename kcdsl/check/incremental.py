@@ -3,13 +3,13 @@
 A clause without findings whose text and context did not change still has none. So the document is
 *reduced*: such clauses are replaced by blank lines, which keeps the offsets of the others, and the
 reduced document is checked by the usual passes. These clauses are kept: those that changed, those
-with findings, those about traces, with which others are compared, and for each name of the other
-sections one clause that uses it.
+with findings, those near a comment that may accept a finding, those about traces, with which others
+are compared, and for each name of the other sections one clause that uses it.
 
 A document that cannot be split safely is checked in full: if a clause alone is not YAML, `clauses`
 has another layout, clauses share a name, the context changed, or there are libraries, which may
-change separately. So is a document whose clauses about traces changed or lack fields, because that
-finding concerns all clauses.
+change separately. So is a document whose clauses about traces changed or lack fields, or in which
+other tables than before seem unused, because these findings concern all clauses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from kcdsl.check.compile import Analysis, analyse
 from kcdsl.check.layout import Layout, is_separate_yaml, layout, reduced
 from kcdsl.check.sections.libraries import Texts
-from kcdsl.diagnostics.codes import UNCOVERED_TRACE
+from kcdsl.diagnostics.codes import UNCOVERED_TRACE, UNUSED_TABLE
 from kcdsl.diagnostics.model import Diagnostic, Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Family
@@ -31,7 +31,8 @@ from kcdsl.ir.terms import Family
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _IMPORTS = re.compile(r"^[\"']?imports\b", re.MULTILINE)
 _NEVER_CLEAN = "kcdsl:"
-"""Clauses with such a comment are kept, because the comment may accept a finding."""
+"""Clauses with such a comment are kept, and those after them, because the comment may accept a
+finding of either."""
 
 
 class Incremental:
@@ -41,6 +42,7 @@ class Incremental:
         self._context: tuple[str, Path | None, str] | None = None
         self._clean: set[str] = set()
         self._observing: set[str] = set()
+        self._unused: set[str] = set()
 
     def analyse(
         self, source: SourceFile, folder: Path | None = None, texts: Texts | None = None
@@ -74,6 +76,7 @@ class Incremental:
             self._context = None
         elif found is not None:
             self._observing = _observing(analysis, found)
+            self._unused = _unused(analysis, sink)
             self._remember(source, found, sink)
         return lambda: analysis, sink
 
@@ -81,12 +84,11 @@ class Incremental:
         """Record the text of every clause without findings; none if a finding concerns all
         clauses."""
         touched = {found.at(place) for d in sink for place in _places(d)}
-        texts = (source.text[span.start : span.end] for span in found.clauses)
+        texts = [source.text[span.start : span.end] for span in found.clauses]
         self._clean = set()
         if not any(d.code == UNCOVERED_TRACE for d in sink):
-            self._clean = {
-                t for i, t in enumerate(texts) if i not in touched and _NEVER_CLEAN not in t
-            }
+            doubtful = touched | _near_comments(texts)
+            self._clean = {t for i, t in enumerate(texts) if i not in doubtful}
 
     def _reduced(
         self, source: SourceFile, folder: Path | None, opened: Texts | None, found: Layout
@@ -94,6 +96,7 @@ class Incremental:
         """Return the findings of the reduced document; None where they may be incomplete."""
         texts = [source.text[span.start : span.end] for span in found.clauses]
         kept = {i for i, t in enumerate(texts) if t not in self._clean or t in self._observing}
+        kept |= _near_comments(texts)
         if not all(is_separate_yaml(texts[i], found.names[i]) for i in kept):
             return None
         kept |= _witnesses(found.context, texts)
@@ -102,6 +105,8 @@ class Incremental:
         if analysis.root is None or _observing(analysis, found) != self._observing:
             return None
         if any(d.code == UNCOVERED_TRACE for d in sink):
+            return None
+        if _unused(analysis, sink) != self._unused:
             return None
         return _of(source, part, sink)
 
@@ -112,6 +117,18 @@ def _observing(analysis: Analysis, found: Layout) -> set[str]:
     places = (found.at(clause.span.start) for clause in known)
     spans = (found.clauses[i] for i in places if i is not None)
     return {analysis.source.text[span.start : span.end] for span in spans}
+
+
+def _unused(analysis: Analysis, sink: Sink) -> set[str]:
+    """Return the findings that a table is unused, accepted ones included, as text."""
+    found = [*sink, *(accepted.diagnostic for accepted in analysis.suppressed)]
+    return {d.message for d in found if d.code == UNUSED_TABLE}
+
+
+def _near_comments(texts: list[str]) -> set[int]:
+    """Return the clauses with a comment that may accept a finding, and those after them."""
+    own = {i for i, text in enumerate(texts) if _NEVER_CLEAN in text}
+    return own | {i + 1 for i in own if i + 1 < len(texts)}
 
 
 def _imports(found: Layout) -> bool:
@@ -126,8 +143,8 @@ def _places(diagnostic: Diagnostic) -> Iterable[int]:
 
 
 def _witnesses(context: str, texts: list[str]) -> set[int]:
-    """Return the first clause and, for each word of the context, the first clause that uses it, so
-    that no used name is reported as unused.
+    """Return the first clause and, for each word of the context, the first clause with it, so that
+    hardly any used name seems unused.
     """
     wanted = set(_WORD.findall(context))
     found = {0}

@@ -39,14 +39,15 @@ def for_training(program: Program) -> tuple[Program, ExcludedParts]:
     """Return the program without held-out clauses and the parts that only they need, and counts."""
     clauses = tuple(clause for clause in program.clauses if not clause.holdout)
     slices: set[str] = set()
-    names: set[str] = set()
+    terms: set[tuple[type, str]] = set()  # a table may have the name of a metric
     for clause in clauses:
         slices |= set(clause.slices)
         slices |= {f.region.slice for f in walk(clause.require) if isinstance(f, Quantified)}
-        names |= {t.name for t in terms_of(clause.require) if isinstance(t, Metric | TableValue)}
+        named = (t for t in terms_of(clause.require) if isinstance(t, Metric | TableValue))
+        terms |= {(type(term), term.name) for term in named}
     kept = tuple(s for s in program.slices if s.name in slices)
-    tables = tuple(t for t in program.tables if t.name in names)
-    metrics = tuple(m for m in program.metrics if m.name in names)
+    tables = tuple(t for t in program.tables if (TableValue, t.name) in terms)
+    metrics = tuple(m for m in program.metrics if (Metric, m.name) in terms)
     shown = replace(
         program,
         clauses=clauses,

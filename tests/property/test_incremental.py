@@ -105,6 +105,50 @@ def test_random_edits_equal_a_full_check(base: str, seed: int) -> None:
     assert reduced > 20
 
 
+HEAD = """\
+kcdsl: 1
+contract: c
+version: 1
+model: {checkpoint: m, architecture: llama}
+kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}
+slices: {all: {}}
+tables:
+  kl: {unit: nats, rows: [{where: length > 9, value: 0.01}], otherwise: 0.05}
+clauses:
+  FIRST: {require: mean(js) <= 0.3, level: L2}
+"""
+DOUBTED = "  N-TV: {require: p99(tv) <= 2%, level: L2, budget: 1% of requests}\n"
+"""A clause with a warning (KC501)."""
+IGNORED = "  # kcdsl: ignore[KC501] it is meant so\n"
+LAST = "  N-JS: {require: p99(js) <= 0.02, level: L2}\n"
+
+
+TABLES = """\
+  A: {require: mean(kl) <= 0.02, level: L2}
+  B: {require: p99(kl) <= table(kl), level: L2}
+"""
+"""Of which the first names a metric that is called like the table."""
+
+
+@pytest.mark.parametrize(
+    ("clauses", "old", "new"),
+    [
+        (TABLES + LAST, LAST, LAST.replace("0.02", "0.03")),
+        (TABLES + LAST, TABLES, TABLES.replace("table(kl)", "0.05")),
+        (IGNORED + DOUBTED + LAST, LAST, LAST.replace("0.02", "0.03")),
+        (IGNORED + DOUBTED + LAST, IGNORED, ""),
+        (LAST + DOUBTED, LAST, IGNORED + LAST),
+    ],
+)
+def test_findings_that_need_several_clauses_equal_a_full_check(
+    clauses: str, old: str, new: str
+) -> None:
+    incremental, text = Incremental(), HEAD + clauses
+    for version in (text, text.replace(old, new), text):
+        source = SourceFile("c", version)
+        assert incremental.analyse(source)[1].found == fresh(source), version
+
+
 def test_only_the_edited_clause_is_checked_again(
     base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

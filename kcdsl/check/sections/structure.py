@@ -220,15 +220,17 @@ def read_structure(root: Node, reporter: Reporter) -> RawContract | None:
 
 def _check_version(root: Mapping, reporter: Reporter) -> None:
     version = root.get("kcdsl")
-    if isinstance(version, Scalar) and version.value != LANGUAGE_VERSION:
-        quoted = version.text == str(LANGUAGE_VERSION)
+    value = version.value if isinstance(version, Scalar) else None
+    if version is not None and (value is True or value != LANGUAGE_VERSION):
+        text = version.text if isinstance(version, Scalar) else version.kind
+        quoted = value == str(LANGUAGE_VERSION)
         reporter.error(
             codes.UNSUPPORTED_VERSION,
-            f"language version {version.text!r} is not supported",
+            f"language version {text!r} is not supported",
             version.span,
             f"this release reads kcdsl: {LANGUAGE_VERSION}"
             + (", a number without quotation marks" if quoted else ""),
-            fix=replacement(version.span, version.text, safe=True) if quoted else None,
+            fix=replacement(version.span, text, safe=True) if quoted else None,
         )
 
 
@@ -297,6 +299,15 @@ def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | Non
         return None
     known = (*CLAUSE_FIELDS, "id")
     reader.fields(body, what, known, ("level",))
+    stated = body.get("id")
+    if stated is not None and (not isinstance(stated, Scalar) or stated.text != key.text):
+        reader.reporter.error(
+            codes.CONFLICTING_FIELDS,
+            f"{what} has another name in `id`",
+            stated.span,
+            "keep one of the names",
+            (Label(key.span, "here too"),),
+        )
     for group, partner in ((_RECORD_FIELDS[:1], "require"), (("delta", "over"), "budget")):
         clash = next((e for e in body.entries if e.key.text in group), None)
         other = next((e for e in body.entries if e.key.text == partner), None)

@@ -187,6 +187,22 @@ def test_regions_of_rows_need_a_block() -> None:
     assert [d.code.id for d in found if d.severity is Severity.ERROR] == ["KC473"]
 
 
+@pytest.mark.parametrize("version", ["true", "[2]", "{a: 3}", "1.5", '"1"'])
+def test_only_the_number_of_the_language_is_a_version(version: str) -> None:
+    sink, text = Sink(), f"{HEAD}clauses: {{A: {{require: p99(kl) <= 0.02, level: L2}}}}\n"
+    text = text.replace("kcdsl: 1", f"kcdsl: {version}")
+    assert compile_source(SourceFile("x", text), sink) is None
+    assert [d.code.id for d in sink] == ["KC105"]
+
+
+def test_second_name_of_a_clause_is_refused() -> None:
+    named = "metric: p99_kl, threshold: 0.02"
+    assert diagnostics(f"id: A, {named}") == []
+    for other in ("B", "[A]"):
+        (found,) = diagnostics(f"id: {other}, {named}")
+        assert found.code.id == "KC106", found
+
+
 def test_remaining_fields_of_a_clause() -> None:
     found = clause("require: [rng_seed], then: rollback")
     assert (found.action, found.level, found.require) == (

@@ -77,6 +77,12 @@ def test_training_output_omits_held_out_clauses(follows: Callable[..., None]) ->
     assert digest(from_json(document["program"])) == digest(shown)
 
 
+def test_held_out_table_with_the_name_of_a_shown_metric_is_omitted() -> None:
+    named = TEXT.replace("  t: {unit", "  kl: {unit").replace("table(t)", "table(kl)")
+    shown, withheld = for_training(compiled(named))
+    assert (shown.tables, withheld.tables) == ((), 1)
+
+
 def test_contract_without_held_out_clauses_is_shown_completely() -> None:
     program = compiled(TEXT.replace(", holdout: true", ""))
     shown, withheld = for_training(program)

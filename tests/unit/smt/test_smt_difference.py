@@ -164,6 +164,13 @@ def test_clause_of_a_lower_level_is_no_substitute(build: Build) -> None:
     assert found.because == ("A still demands it, with other consequences",)
 
 
+def test_slice_without_data_is_not_one_of_the_default_data(build: Build) -> None:
+    old = build.program(upper(build, "A", build.p(99, "kl"), "1"))
+    new = replace(old, data=None)
+    for first, second in ((old, new), (new, old)):
+        assert BACKEND.difference(first, second).relation is Relation.INCOMPARABLE
+
+
 def test_optional_record_fields(build: Build) -> None:
     old = build.clause("A", HasFields(("rng_seed", "build_fingerprint")))
     new = build.clause("A", HasFields(("rng_seed",)))

@@ -82,6 +82,7 @@ def merge(old: Program, new: Program, clock: Clock) -> Merged:
     same_temperature = old.constants.temperature == new.constants.temperature
     program = replace(
         before,
+        data=None,  # each slice names its own
         slices=tuple(merged.values()),
         clauses=(),
         constants=old.constants
@@ -110,8 +111,8 @@ def _likely(slices: Mapping[str, Slice], other: Slice) -> list[Slice]:
 
 
 def _equal(program: Program, a: Slice, b: Slice, clock: Clock) -> bool:
-    if (a.data, a.where) == (b.data, b.where):
-        return True
+    if a.data != b.data or a.where == b.where:
+        return a.data == b.data
     one, two = replace(a, name="a"), replace(b, name="b")
     return selects_within(program, one, two, clock) and selects_within(program, two, one, clock)
 
