@@ -13,7 +13,7 @@ from onnx import TensorProto
 from scipy import sparse
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.onnx.files import OnnxFile
+from kcdsl.model.onnx.files import OnnxFile, type_name
 from kcdsl.source.files import excerpt
 from kcdsl_backends.vnnlib.layers import ReluQuery, relu_query
 from kcdsl_backends.vnnlib.network import NetworkReader, RealTensor
@@ -168,7 +168,7 @@ def _fitted(query: Query, files: Mapping[str, OnnxFile]) -> Query:
                 raise _unlike(file, network, f"the input {one.name} {list(sizes)}, not {shape}")
             wanted = _TYPES.get(variable.type)
             if variable.type != "real" and one.type != wanted:
-                named = TensorProto.DataType.Name(one.type)
+                named = type_name(one.type)
                 raise _unlike(
                     file, network, f"the input {one.name} of {named}, not {variable.type}"
                 )

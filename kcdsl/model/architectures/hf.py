@@ -143,18 +143,19 @@ def _configuration(library: Any, raw: Mapping[str, Any]) -> Any:
     """Return the configuration object. Refuse a configuration that needs code outside
     transformers."""
     kind = raw.get("model_type")
-    own = kind in library.models.auto.configuration_auto.CONFIG_MAPPING
+    known = library.models.auto.configuration_auto.CONFIG_MAPPING
+    own = isinstance(kind, str) and kind in known
     if not own and raw.get("auto_map"):
         raise refuse(
             codes.MODEL_CONFIG,
-            f"the program of model_type {excerpt(kind)!r} is code of the checkpoint's folder "
+            f"the program of model_type {excerpt(str(kind))!r} is code of the checkpoint's folder "
             "('auto_map'), which kcdsl does not run",
             help=f"review that code, and {_OWN_MODULE}",
         )
     if not own:
         raise refuse(
             codes.MODEL_CONFIG,
-            f"transformers {library.__version__} has no model_type {excerpt(kind)!r}",
+            f"transformers {library.__version__} has no model_type {excerpt(str(kind))!r}",
             help=f"install a transformers that has it, or {_OWN_MODULE}",
         )
     if raw.get("quantization_config"):

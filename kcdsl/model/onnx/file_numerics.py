@@ -17,10 +17,11 @@ Section = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class LinearQuantisation:
     """The quantisation of one linear, as the sections `activations` and `weights` of numerics;
-    empty where nothing is quantised."""
+    empty where nothing is quantised. `transposed`: its products read the weight as [out, in]."""
 
     activations: Section = field(default_factory=dict)
     weights: Section = field(default_factory=dict)
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,12 @@ _OTHER_FORMAT = "quantise with `quantize_static(..., quant_format=QuantFormat.QD
 Array = NDArray[Any]
 
 
+def type_name(kind: int) -> str:
+    """Return the name of an ONNX type of elements; its number if it has no name."""
+    known = kind in TensorProto.DataType.values()
+    return str(TensorProto.DataType.Name(kind)) if known else f"of type {kind}"
+
+
 @dataclass(frozen=True, slots=True)
 class OnnxNode:
     """One operation of an ONNX graph; an input "" is omitted."""
@@ -320,7 +326,7 @@ def _own(path: Path, tensors: Mapping[str, Array], types: Mapping[str, int]) -> 
     if not found:
         return int(TensorProto.FLOAT)
     if len(found) > 1 or TensorProto.DOUBLE in found:
-        names = ", ".join(sorted(TensorProto.DataType.Name(kind) for kind in found))
+        names = ", ".join(sorted(map(type_name, found)))
         raise _bad(
             path,
             f"its weights are of the types {names}; all must be FLOAT, FLOAT16 or BFLOAT16",

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.lowering.quantisers import quantised
-from kcdsl.model.onnx.files import Array, OnnxNode
+from kcdsl.model.onnx.files import Array, OnnxNode, type_name
 from kcdsl.source.files import excerpt
 
 PINNED = {
@@ -241,7 +241,7 @@ def _cast(c: OperatorCall) -> Any:
     if kind == c.own:
         return c.tensor(0).to(c.dtype)
     dtype = (PINNED | INTEGERS).get(kind)
-    c.need(dtype is not None, f"a cast to {TensorProto.DataType.Name(kind)}")
+    c.need(dtype is not None, f"a cast to {type_name(kind)}")
     return c.tensor(0).to(dtype)
 
 

@@ -17,7 +17,7 @@ from onnx import TensorProto
 from torch import Tensor
 
 from kcdsl.diagnostics import Refusal, codes, refuse
-from kcdsl.model.onnx.files import KINDS, Array, OnnxFile, OnnxInput, OnnxNode
+from kcdsl.model.onnx.files import KINDS, Array, OnnxFile, OnnxInput, OnnxNode, type_name
 from kcdsl.model.onnx.folding import folded
 from kcdsl.model.onnx.fusion import constant, fused
 from kcdsl.model.onnx.operators import QUANTISE, OperatorCall, Turned
@@ -243,7 +243,7 @@ def token_inputs(
         if one.type not in _FILLED_TYPES or (
             one.sizes is not None and len(one.sizes) not in (1, 2)
         ):
-            kind = f"{TensorProto.DataType.Name(one.type)} of {list(one.sizes or ())}"
+            kind = f"{type_name(one.type)} of {list(one.sizes or ())}"
             raise refusal(
                 f"its input {one.name} is {kind}; what is filled has one number for each token",
                 "export it with the masks that the tokenizer makes",

@@ -20,7 +20,7 @@ from kcdsl.model.onnx.files import KINDS, OnnxNode, read_onnx
 from kcdsl.model.onnx.operators import QUANTISE, Turned
 from kcdsl.model.onnx.plan import VIEWS, OnnxPlan, run_node
 from kcdsl.model.onnx.quantisation import without_quantisers
-from kcdsl.source.files import excerpt
+from kcdsl.source.files import excerpt, shown
 
 BlockEnds = tuple[str, str]
 """The tensors at which a block begins and ends."""
@@ -173,7 +173,9 @@ def read_program(
     Refuse as `read_onnx` does, and also unsupported operators and blocks.
     """
     file, stated = without_quantisers(read_onnx(path, admitted))
-    program = OnnxProgram(OnnxPlan(file), {name: (first, last) for name, first, last in blocks})
+    plan = OnnxPlan(file)
+    _refuse_no_linear(plan, stated)
+    program = OnnxProgram(plan, {name: (first, last) for name, first, last in blocks})
     tensors: dict[str, Tensor] = {}
     others: dict[str, str] = {}
     for name, held in file.tensors.items():
@@ -186,6 +188,22 @@ def read_program(
         path, manifest.weights_digest, tensors, others, root=manifest.root_digest
     )
     return program, checkpoint, stated
+
+
+def _refuse_no_linear(plan: OnnxPlan, stated: FileNumerics) -> None:
+    """Refuse a quantised product that the program does not run as a linear: numerics, which belong
+    to linears, would leave it unquantised."""
+    for key, one in stated.linears.items():
+        matrix = key in plan.weights and plan.file.tensors[key].ndim == 2
+        linear = matrix and one.transposed is not (key in plan.turned)
+        if (one.activations or one.weights) and not linear:
+            raise refuse(
+                codes.OPERATION_UNSUPPORTED,
+                f"{shown(plan.file.path)}: a product with {excerpt(key)} is quantised, but no"
+                " linear: its weight is a constant, no matrix of finite numbers, or read otherwise"
+                " as well",
+                help="store the weight as an initializer [in, out] that only the product reads",
+            )
 
 
 def _used(runs: Sequence[OnnxNode], holders: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -19,7 +19,7 @@ from kcdsl.diagnostics import Refusal, codes, refuse
 from kcdsl.model.numerics import StaticQuantiser, Weights
 from kcdsl.model.numerics.fields import LARGEST_STATIC, LEAST_STATIC
 from kcdsl.model.onnx.file_numerics import FileNumerics, LinearQuantisation, Section
-from kcdsl.model.onnx.files import Array, OnnxFile, OnnxNode
+from kcdsl.model.onnx.files import Array, OnnxFile, OnnxNode, type_name
 from kcdsl.model.onnx.fusion import constant
 from kcdsl.model.onnx.integer_products import as_dequantised
 from kcdsl.model.onnx.operators import QUANTISE
@@ -105,8 +105,9 @@ class _Reader:
         """Results of DequantizeLinear that depend on the tokens, and views of them."""
         self._fixed: dict[str, _Coded] = {}
         """Results of DequantizeLinear that are quantised parameters."""
-        self._turns: dict[str, tuple[str, bool]] = {}
-        """Views of parameters: the original tensor, and whether it is transposed."""
+        self._turns: dict[str, tuple[str, bool | None]] = {}
+        """Views of parameters: the original tensor, and whether it is transposed; None for a view
+        of any other kind."""
 
     def read(self) -> OnnxFile:
         """Return the file without quantisers."""
@@ -137,6 +138,8 @@ class _Reader:
             raise _refusal(node, f"it quantises {excerpt(source)} once more", _HELP)
         source = self._is.get(source, source)
         if node.kind == _DYNAMIC:
+            if len(node.outputs) != 3 or "" in node.outputs:
+                raise _refusal(node, "it leaves out its scale or its zero point")
             section: Section = {"format": "uint8", "scale": "per_tensor"}
             coded = _Coded(node, source, node.outputs[1:], section)
             self._scales |= dict.fromkeys(node.outputs[1:], node)
@@ -165,7 +168,7 @@ class _Reader:
         if node.kind == _DEQUANTIZE:
             given, own = self.types.get(node.inputs[0], 0), given
             if own not in (0, TensorProto.FLOAT):
-                raise _refusal(node, f"its result is {TensorProto.DataType.Name(own)}")
+                raise _refusal(node, f"its result is {type_name(own)}")
         kind = self.types[names[2]] if names[2] else given or TensorProto.UINT8
         if given not in (0, kind):
             raise _refusal(node, "its zero point is of another type than its codes")
@@ -176,7 +179,7 @@ class _Reader:
         if not node.attributes.get("saturate", 1):
             raise _refusal(node, "it does not saturate")
         if kind not in _STORED:
-            raise _refusal(node, f"its codes are {TensorProto.DataType.Name(kind)}")
+            raise _refusal(node, f"its codes are {type_name(kind)}")
         zero = np.zeros_like(scale) if zero is None else zero.astype(np.float32)
         if zero.size == scale.size == 1:  # a number, or a list of one
             zero = zero.reshape(scale.shape)
@@ -184,7 +187,7 @@ class _Reader:
             raise _refusal(node, "its zero points and its scales differ in shape")
         if kind not in (TensorProto.UINT8, TensorProto.INT8) and zero.any():
             raise _refusal(node, "its zero point is not 0")
-        if not (np.isfinite(scale).all() and (scale > 0).all()):
+        if not (scale.size and np.isfinite(scale).all() and (scale > 0).all()):
             raise _refusal(node, "a scale is not a number above 0")
         return scale, zero, kind
 
@@ -297,29 +300,51 @@ class _Reader:
             if name in self._fixed and not (product and place == 1) and node.kind != "Transpose":
                 at = self._fixed[name].node.place
                 raise _refusal(node, f"it reads the parameter that {at} quantises", _HELP)
+        first = node.inputs[0] if node.inputs else ""
         if node.kind == "Transpose" and node.attributes.get("perm", [1, 0]) == [1, 0]:
-            name = node.inputs[0]
-            if self._is.get(name, name) in self.tensors:
-                self._turns[node.outputs[0]] = (name, True)
-            if name in self._fixed:
-                self._fixed[node.outputs[0]] = self._fixed[name]
-        elif node.kind == "Transpose" and node.inputs[0] in self._fixed:
+            if first in self._fixed:
+                self._fixed[node.outputs[0]] = self._fixed[first]
+            way: bool | None = True
+        elif node.kind == "Transpose" and first in self._fixed:
             raise _refusal(node, "it moves a quantised parameter", _HELP)
-        elif node.kind in _MOVES and node.inputs[0] in self.tensors:
-            self._turns[node.outputs[0]] = (node.inputs[0], False)
+        else:
+            way = False if node.kind in ("Identity", "Dropout") else None
+        held = self._is.get(first, first) in self.tensors or first in self._turns
+        if held and node.kind in (_MOVES | {"Transpose"}):
+            self._turns[node.outputs[0]] = (first, way)
         if product:
             self._product(node)
+        elif node.kind == "Conv":  # a view of a matrix as its kernel makes it a linear
+            key, _ = self._original(node.inputs[1])
+            if key in self.tensors and self.tensors[key].ndim == 2:
+                self._record(node, key, LinearQuantisation())
         self.nodes.append(
             replace(node, inputs=tuple(self._is.get(name, name) for name in node.inputs))
         )
 
+    def _original(self, name: str) -> tuple[str, bool | None]:
+        """Return the tensor of which another is a view, and whether it is transposed; None for a
+        view of any other kind."""
+        turned: bool | None = False
+        while name in self._turns:
+            name, again = self._turns[name]
+            turned = None if turned is None or again is None else turned ^ again
+        return name, turned
+
+    def _record(self, node: OnnxNode, key: str, found: LinearQuantisation) -> None:
+        if self.linears.setdefault(key, found) != found:
+            raise _refusal(
+                node,
+                f"another product reads {excerpt(key)} with another quantiser, or transposed",
+                "store a copy of the weight for each of the products",
+            )
+
     def _product(self, node: OnnxNode) -> None:
         """Record the quantisation of the input and the weight of a product."""
-        entering, weight = node.inputs[:2]
-        turned = bool(node.attributes.get("transB", 0)) and node.kind == "Gemm"
-        while weight in self._turns:
-            weight, again = self._turns[weight]
-            turned ^= again
+        entering = node.inputs[0]
+        weight, turned = self._original(node.inputs[1])
+        if turned is not None:
+            turned ^= bool(node.attributes.get("transB", 0)) and node.kind == "Gemm"
         key = self._is.get(weight, weight)
         coded, fixed = self._inputs.get(entering), self._fixed.get(weight)
         if key not in self.tensors:
@@ -333,16 +358,24 @@ class _Reader:
                     node, f"it multiplies two parameters, and {fixed.node.place} quantises one"
                 )
             return
-        if (coded or fixed) is not None and any(sign in key for sign in "*?["):
+        if coded is None and fixed is None:
+            self._record(node, key, LinearQuantisation())
+            return
+        if any(sign in key for sign in "*?["):
             raise _refusal(node, f"its weight has the name {excerpt(key)}", "rename the weight")
         if coded is not None and node.attributes.get("transA", 0):
             raise _refusal(node, "its quantised input is transposed")
+        if turned is None:
+            raise _refusal(node, f"its weight is a view of {excerpt(key)}", "store the view")
+        bias, moved = self._original((*node.inputs, "")[2])
+        if bias and (moved is not False or bias not in self.tensors):
+            raise _refusal(node, "its bias is computed", "add it behind the product")
         found = LinearQuantisation(
             {} if coded is None else coded.section,
             {} if fixed is None else self._stored(node, fixed, key, turned),
+            turned,
         )
-        if self.linears.setdefault(key, found) != found:
-            raise _refusal(node, f"another product reads {excerpt(key)} with another quantiser")
+        self._record(node, key, found)
 
     def _stored(self, node: OnnxNode, fixed: _Coded, key: str, turned: bool) -> Section:
         """Return the section `weights` that reproduces the quantised parameter of the file."""
@@ -420,7 +453,7 @@ def _quantised(node: OnnxNode, held: Array, scale: Array, zero: Array, kind: int
     from kcdsl.model.numerics.formats import CODE_FORMATS
 
     if kind not in _FORMATS:
-        raise _refusal(node, f"its codes are {TensorProto.DataType.Name(kind)}")
+        raise _refusal(node, f"its codes are {type_name(kind)}")
     import torch
 
     form, along = CODE_FORMATS[_FORMATS[kind]], _along(node, scale, held)
@@ -435,7 +468,7 @@ def _static(node: OnnxNode, scale: Array, zero: Array, kind: int) -> Section:
     """Return the section `activations` of a static quantiser."""
     form = _FORMATS.get(kind)
     if form is None:
-        raise _refusal(node, f"its codes are {TensorProto.DataType.Name(kind)}")
+        raise _refusal(node, f"its codes are {type_name(kind)}")
     if scale.size > 1 and node.attributes.get("axis", 1) != -1:
         raise _refusal(node, "its scales are not those of the last dimension (axis=-1)")
     if scale.size > 1 and (zero != zero.flat[0]).any():

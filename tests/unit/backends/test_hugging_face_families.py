@@ -192,6 +192,36 @@ def test_unsupported_families_are_refused_with_help(
     assert found.help
 
 
+@pytest.mark.parametrize("kind", [[], {}, 5, None])
+def test_model_types_that_are_no_names_are_refused(kind: object) -> None:
+    from kcdsl.model.architectures import hf
+
+    with pytest.raises(Refusal, match="has no model_type") as caught:
+        hf.build({"model_type": kind})
+    assert caught.value.diagnostics[0].code is codes.MODEL_CONFIG
+
+
+def test_a_stored_weight_that_no_tensor_equals_is_refused() -> None:
+    """The library stores it under a name that the checkpoint does not have."""
+    from kcdsl.model.architectures import hf
+
+    program = torch.nn.Linear(2, 2, bias=False)
+    other = {"renamed": program.weight.detach() + 1}
+    with pytest.raises(Refusal, match="other numbers for the weight weight"):
+        hf.keys_of(program, other, torch.float32, "the checkpoint")
+
+
+def test_attention_that_no_implementation_has_is_refused() -> None:
+    from kcdsl.model.architectures import hf
+
+    class Fails:
+        def from_config(self, config: object, **options: object) -> None:
+            raise ValueError(f"no attention {options['attn_implementation']}")
+
+    with pytest.raises(Refusal, match="no attention eager"):
+        hf.outline(Fails(), None)
+
+
 def test_remote_code_beside_a_known_model_is_not_run(saved: Saved, tmp_path: Path) -> None:
     """transformers' own implementation of the model_type runs, whatever `auto_map` names."""
     folder = saved("olmo2")

@@ -136,6 +136,14 @@ def test_output_without_a_row_per_token_is_refused(tmp_path: Path) -> None:
         load_own_file(KERNEL, model).logits(TOKENS)
 
 
+@pytest.mark.parametrize("data", [b"", b"no"])
+def test_damaged_file_is_refused(tmp_path: Path, data: bytes) -> None:
+    save_decoder(tmp_path)
+    (tmp_path / "served.onnx").write_bytes(data)
+    with refused(ONNX_FILE, "served.onnx", "checkpoint/format"):
+        load_model(ModelRef("model.onnx", ONNX, served="served.onnx"), tmp_path)
+
+
 @pytest.mark.parametrize("name", [b"input_ids", b"logits", b"QuickGelu"])
 def test_non_text_names_are_refused(tmp_path: Path, capfd: Any, name: bytes) -> None:
     loaded(tmp_path)

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import (
+    CHANGED_MEANWHILE,
     CHECKPOINT_DTYPE,
     CHECKPOINT_SHAPE,
     CHECKPOINT_TENSORS,
     FILE_MISSING,
+    KERNEL_NUMERICS,
     MODEL_CONFIG,
     MODEL_FACTORY,
     SEQUENCE,
@@ -26,6 +28,7 @@ from kcdsl.diagnostics.codes import (
     UNKNOWN_BLOCK,
 )
 from kcdsl.ir.terms import ModelRef
+from kcdsl.model import loading
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures import llama
 from kcdsl.model.architectures.bert import sentence_embedding
@@ -33,6 +36,7 @@ from kcdsl.model.attention import Composed, ScaledDotProduct, use_attention
 from kcdsl.model.checkpoint import tensors as checkpoints
 from kcdsl.model.decoder.rotary import Rotary
 from kcdsl.model.loader import load_model
+from tests.support.small_models import write_model
 
 Array = NDArray[np.float64]
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -157,6 +161,28 @@ def test_padding_on_either_side_does_not_change_logits(
     torch.testing.assert_close(both[0, :8], alone, atol=1e-5, rtol=0)
     torch.testing.assert_close(both[1, 2:], alone, atol=1e-5, rtol=0)
     assert torch.isfinite(both).all()
+
+
+def test_a_kernel_that_does_not_cap_scores_is_refused_for_a_model_that_does() -> None:
+    module = torch.nn.Module()
+    module.score_cap = 50.0  # type: ignore[assignment]
+    with expect(KERNEL_NUMERICS, "caps its attention scores", "composed"):
+        use_attention(module, ScaledDotProduct())
+    x = torch.ones(1, 2, 4)
+    with pytest.raises(ValueError, match="does not cap scores"):
+        ScaledDotProduct()(x, x, x, scale=0.5, causal=True, keys=None, cap=50.0)
+
+
+def test_a_large_checkpoint_that_becomes_a_small_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module was built without weights, and they would not be read."""
+    write_model(tmp_path)
+    monkeypatch.setattr(loading, "is_large", lambda *_: True)
+    with expect(CHANGED_MEANWHILE, "model.safetensors"):
+        load_model(
+            ModelRef("model.safetensors", "llama", tokenizer="bytes"), tmp_path, by_block=True
+        )
 
 
 def test_llama_3_scaling_follows_the_published_rule() -> None:

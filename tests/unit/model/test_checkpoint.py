@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from kcdsl.diagnostics.codes import (
     FILE_MISSING,
     Code,
 )
-from kcdsl.model.checkpoint import ranges
+from kcdsl.model.checkpoint import headers, ranges, tensors
 from kcdsl.model.checkpoint.tensors import load_checkpoint, match_tensors
 from kcdsl.model.files import resolve_file
 from kcdsl.source import files
@@ -143,6 +145,51 @@ def test_relative_references_start_at_the_contract(tmp_path: Path) -> None:
     (tmp_path / "kcdsl.toml").write_text('allow-folders = ["."]\n')
     found = resolve_file("../m.safetensors", tmp_path / "deep")
     assert found == (tmp_path / "m.safetensors").resolve()
+
+
+@pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b[:-1] + b"x"])
+def test_a_file_that_changes_after_it_is_hashed_is_refused(
+    tmp_path: Path, change: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    data = bytes(range(64))
+    path.write_bytes(data)
+    held = ranges.hashed_file(path)
+    path.write_bytes(change(data))
+    with pytest.raises(Refusal, match="changed while the command ran"):
+        held.read(0, 64)
+    monkeypatch.setattr(ranges, "is_settled", lambda about: False)
+    monkeypatch.setattr(ranges, "_stamp", lambda about: str(time.monotonic_ns()))
+    with pytest.raises(Refusal, match="changed while the command ran"):
+        ranges.hashed_file(path)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_file_of_another_size_than_before_is_refused(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(4))
+    with path.open("rb") as stream, pytest.raises(Refusal, match="changed while the command ran"):
+        ranges._hash(path, stream, size)
+
+
+@pytest.mark.parametrize("resident", [0, ranges.RESIDENT])
+def test_shards_that_change_after_their_headers_are_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int
+) -> None:
+    path = tmp_path / "one.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    save_file({"a": torch.ones(2)}, path)
+    index.write_text(json.dumps({"weight_map": {"a": path.name}}))
+
+    def reads(entry: Path, admitted: Callable[[Path], Path]) -> headers.CheckpointHeaders:
+        found = headers.read_headers(entry, admitted)
+        save_file({"a": torch.ones(3)}, path)
+        return found
+
+    monkeypatch.setattr(tensors, "read_headers", reads)
+    monkeypatch.setattr(tensors, "RESIDENT", resident)
+    with pytest.raises(Refusal, match="changed while the command ran"):
+        load_checkpoint(index)
 
 
 def test_digests_of_recently_changed_files_are_not_cached(

@@ -68,6 +68,21 @@ def test_inexact_index_is_refused(tmp_path: Path, change: dict[str, object], wor
     assert refused.value.diagnostics[0].code == CHECKPOINT_FORMAT
 
 
+def test_a_gap_between_tensors_is_refused(tmp_path: Path) -> None:
+    one = {"dtype": "U8", "shape": [1]}
+    header = json.dumps({"a": {**one, "data_offsets": [1, 2]}}).encode()
+    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(Refusal, match="a does not begin where the tensor before it ends"):
+        read_headers(tmp_path / SINGLE)
+
+
+def test_an_index_of_too_many_files_opens_none(tmp_path: Path) -> None:
+    named = {str(n): f"{n}.safetensors" for n in range(10_001)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(Refusal, match="it names more than"):
+        read_headers(tmp_path)
+
+
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n"
     (tmp_path / SINGLE).write_text(pointer)

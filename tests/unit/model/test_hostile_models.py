@@ -15,6 +15,7 @@ from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.architectures import llama
 from kcdsl.model.configuration import check_config, read_config
 from kcdsl.model.loader import load_model
+from kcdsl.model.registry import declared
 from kcdsl_backends.empirical.sources.kernels.torch_kernel import load_kernel
 
 CONFIG: dict[str, Any] = {
@@ -36,6 +37,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings"
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 1, "high_freq_factor": "x"}}, "high_freq"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 1, "high_freq_factor": 1}}, "less than"),
         ({"rope_parameters": {"rope_theta": "abc"}}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2}}, "of type 'yarn'"),
     ],
 )
 def test_implausible_numbers_are_refused(change: dict[str, Any], word: str) -> None:
@@ -54,6 +56,14 @@ def test_invalid_names_are_refused(key: str, value: Any) -> None:
     (diagnostic,) = refusal.value.diagnostics
     assert diagnostic.code == MODEL_CONFIG
     assert key in diagnostic.message
+
+
+def test_a_base_of_rotations_that_is_stated_twice_is_refused() -> None:
+    family = declared("gemma").families["gemma3_text"]
+    by_layer = {"full_attention": {"rope_type": "default"}}
+    raw = {"model_type": "gemma3_text", "rope_theta": 1e4, "rope_parameters": by_layer}
+    with pytest.raises(Refusal, match="'rope_theta' is stated twice, by layer and for all"):
+        check_config("gemma", dict.fromkeys(family.needed, 1) | raw)
 
 
 def test_deeply_nested_configuration_is_refused(tmp_path: Path) -> None:

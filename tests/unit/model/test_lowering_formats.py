@@ -338,6 +338,11 @@ def test_a_kernel_may_flush_subnormal_numbers() -> None:
     assert block_graph(wrap(Flushing()), "part", ROWS, formats=("bfloat16",)).nodes
 
 
+def run_in_half(x: Tensor) -> bool:
+    """Return whether a module runs in bfloat16, and is not traced."""
+    return x.dtype == torch.bfloat16 and not torch.compiler.is_exporting()
+
+
 BY_FORMAT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Code, str]] = {
     "a table from a buffer": (
         lambda s, x: x * torch.outer(torch.arange(5.0), s.steps).cos().to(x.dtype),
@@ -364,6 +369,21 @@ BY_FORMAT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Code, str]] = {
         OPERATION_UNSUPPORTED,
         "integers",
     ),
+    "results of another type": (
+        lambda s, x: x.float() if run_in_half(x) else x,
+        GRAPH_DIFFERS,
+        "the module gives float32 numbers, the graph bfloat16",
+    ),
+    "results that overflow": (
+        lambda s, x: x * 1e39 if run_in_half(x) else x,
+        GRAPH_DIFFERS,
+        "results that are no finite numbers, the graph 0",
+    ),
+    "results of another value": (
+        lambda s, x: x * 1.5 if run_in_half(x) else x,
+        GRAPH_DIFFERS,
+        "off, the graph 0",
+    ),
     "the default eps": (
         lambda s, x: F.rms_norm(x, (4,), s.vector),
         OPERATION_UNSUPPORTED,
@@ -372,7 +392,7 @@ BY_FORMAT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Code, str]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", BY_FORMAT)
 def test_format_dependent_program_is_refused_in_other_formats(name: str) -> None:
     function, code, word = BY_FORMAT[name]
@@ -390,6 +410,18 @@ UNREAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "factors of addmm": (
         lambda s, x: torch.addmm(x[:, :3], x, s.matrix.T, beta=0.5),
         "addmm with factors",
+    ),
+    "a constant that is infinite": (
+        lambda s, x: x + torch.tensor([0.0, 1.0, 2.0, float("inf")]),
+        "a constant that is not finite",
+    ),
+    "a constant that float32 does not hold": (
+        lambda s, x: x * torch.tensor([0.1] * 4, dtype=torch.float64),
+        "not exactly representable in float32",
+    ),
+    "a number in place of scores": (
+        lambda s, x: torch.where(torch.eye(5, 4, dtype=torch.bool), x, 0.5),
+        "only a fixed mask with -inf",
     ),
     "a negative scale": (
         lambda s, x: F.scaled_dot_product_attention(x[None], x[None], x[None], scale=-1.0)[0],

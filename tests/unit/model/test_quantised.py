@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,58 @@ def test_both_programs_refuse_inconsistent_checkpoints(
         Rejected, match=r"compressed-tensors with|GPTQ with|kernels|attribute|marlin"
     ):
         read_served(place, {key}).matrix(key)
+
+
+def packed(*weights: dict[str, object]) -> dict[str, object]:
+    """Return a configuration of packed integers with these groups of linears."""
+    groups = {str(n): {"weights": {"type": "int", **one}} for n, one in enumerate(weights)}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized"} | {
+        "config_groups": groups
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"quant_method": "awq", "bits": 8}, "bits 8"),
+        ({"quant_method": "awq", "bits": [4]}, "bits"),
+        (packed({"num_bits": 4}, {"num_bits": 8}), "num_bits of groups"),
+        (packed({"num_bits": 4, "strategy": "group"}), "group_size None"),
+        (packed({"num_bits": 4, "strategy": "group", "group_size": -1}), "group_size -1"),
+        ({"quant_algo": "W4A16_AWQ", "group_size": -1}, "group_size -1"),
+        ({"quant_algo": "W4A16_AWQ", "group_size": True}, "group_size True"),
+    ],
+)
+def test_configurations_without_a_format_are_refused(config: dict[str, object], word: str) -> None:
+    with pytest.raises(Refusal, match=re.escape(word)) as refused:
+        scheme_of(config)
+    assert refused.value.diagnostics[0].code == MODEL_CONFIG
+
+
+def test_codes_of_a_transposed_matrix_are_refused(folder: Path) -> None:
+    """It has as many codes as the matrix, so that its header does not show it."""
+    place, key = folder / "quantised", "model.layers.0.mlp.up_proj.weight"
+    quantise(folder, place, "fp8 tensor")
+    held = load_file(place / "model.safetensors")
+    save_file(held | {key: held[key].T.contiguous()}, place / "model.safetensors")
+    served = pair(folder).served
+    assert served is not None
+    with pytest.raises(Refusal, match=r"up_proj.weight has shape \(32, 48\)"):
+        served[key]
+
+
+def test_metadata_that_are_no_texts_are_refused(folder: Path) -> None:
+    place = folder / "quantised"
+    quantise(folder, place, "torchao")
+    path = place / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"]["format"] = 1
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(Refusal, match="its __metadata__ does not map strings to strings"):
+        pair(folder)
 
 
 def weights_of(name: str, **change: object) -> dict[str, object]:
@@ -395,6 +448,9 @@ def test_numerics_of_codes_must_match_the_checkpoint(folder: Path) -> None:
             continue
         with pytest.raises(Refusal, match="stores"):
             served.refuse_other_storage(key, numerics)
+    plain = {"preset": "torch-eager", "compute": "bfloat16", "activations": activations}
+    with pytest.raises(Refusal, match="it is fp8_e4m3 per_channel"):
+        served.refuse_other_storage(key, resolve(plain))
 
 
 VECTORS = Path(__file__).parents[2] / "support" / "vectors" / "compressed_tensors.safetensors"

@@ -298,7 +298,27 @@ def _function(model: onnx.ModelProto) -> None:
     model.functions.append(made)
 
 
+def _no_output(model: onnx.ModelProto) -> None:
+    model.graph.node[0].output[0] = ""
+
+
+def _not_computed(model: onnx.ModelProto) -> None:
+    model.graph.output[0].name = "nowhere"
+
+
+def _text(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(["a"], object), "words"))
+
+
+def _unknown_type(model: onnx.ModelProto) -> None:
+    model.graph.input.append(helper.make_tensor_value_info("attention_mask", 99, [1, None]))
+
+
 DAMAGE = {
+    "no output": (_no_output, "KC468", "has no output"),
+    "not computed": (_not_computed, "KC468", "nothing computes its output 'nowhere'"),
+    "text": (_text, "KC468", "the tensor 'words' holds no numbers"),
+    "unknown type": (_unknown_type, "KC468", "input attention_mask is of type 99"),
     "outside": (_external("../weights"), "KC468", "no name of a file in its folder"),
     "absolute": (_external("/etc/passwd"), "KC468", "no name of a file in its folder"),
     "itself": (_external("model.onnx"), "KC468", "no name of a file in its folder"),

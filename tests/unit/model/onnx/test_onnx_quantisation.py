@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,140 @@ def _own_operator(model: onnx.ModelProto) -> None:
     del _node(model, "layer").input[1]
 
 
+def _insert(model: onnx.ModelProto, before: str, *nodes: tuple[str, list[str], str, Any]) -> None:
+    place = [node.output[0] for node in model.graph.node].index(before)
+    for kind, inputs, output, attributes in reversed(nodes):
+        made = helper.make_node(kind, inputs, [output], output, **attributes)
+        model.graph.node.insert(place, made)
+
+
+def _view(kind: str, *inputs: str, **attributes: Any) -> Callable[[onnx.ModelProto], None]:
+    """Return a change after which the product reads a view of its weight."""
+
+    def change(model: onnx.ModelProto) -> None:
+        _tensor(model, "sizes", np.asarray([8, 16]))
+        _insert(model, "wide", (kind, ["up_read", *inputs], "view", attributes))
+        _node(model, "wide").input[1] = "view"
+
+    return change
+
+
+def _beside(*nodes: tuple[str, list[str], str, Any]) -> Callable[[onnx.ModelProto], None]:
+    """Return a change that adds to a product another one, named "more"."""
+
+    def change(model: onnx.ModelProto) -> None:
+        _tensor(model, "third", np.asarray([2]))
+        _insert(model, "biased", *nodes, ("Add", ["wide", "more"], "both", {}))
+        _node(model, "biased").input[0] = "both"
+
+    return change
+
+
+def _both_ways(model: onnx.ModelProto) -> None:
+    _tensor(model, "square", np.eye(8, dtype=np.float32))
+    _insert(
+        model, "wide",
+        ("MatMul", ["q1", "square"], "straight", {}),
+        ("Transpose", ["square"], "turned", {"perm": [1, 0]}),
+        ("MatMul", ["q1", "turned"], "across", {}),
+    )  # fmt: skip
+
+
+def _gemm(place: int, bias: str) -> Callable[[onnx.ModelProto], None]:
+    def change(model: onnx.ModelProto) -> None:
+        node = _node(model, "wide")
+        node.op_type = "Gemm"
+        if bias:
+            _insert(model, "wide", ("Neg", ["up_bias"], bias, {}))
+            node.input.append(bias)
+        else:
+            node.attribute.append(helper.make_attribute("transA", place))
+
+    return change
+
+
+def _zeros_differ(model: onnx.ModelProto) -> None:
+    _channels(model)
+    _node(model, "layer").input[0] = "embedded"
+    _tensor(model, "z1", np.asarray([128] * 7 + [127], dtype=np.uint8))
+
+
+def _no_scale(model: onnx.ModelProto) -> None:
+    _tensor(model, "s1", np.zeros(0, dtype=np.float32))
+    _tensor(model, "z1", np.zeros(0, dtype=np.uint8))
+
+
+def _no_zero_point(model: onnx.ModelProto) -> None:
+    _node(model, "c1").output[2] = ""
+    del _node(model, "q1").input[2]
+
+
+def _again(model: onnx.ModelProto) -> None:
+    _insert(
+        model, "wide",
+        ("QuantizeLinear", ["q1", "k", "l"], "more_codes", {}),
+        ("DequantizeLinear", ["more_codes", "k", "l"], "more", {}),
+    )  # fmt: skip
+    _node(model, "wide").input[0] = "more"
+    _tensor(model, "k", np.float32(0.1))
+    _tensor(model, "l", np.uint8(0))
+
+
+def _type(model: onnx.ModelProto) -> None:
+    for name in ("c1", "q1"):
+        del _node(model, name).input[2]
+    _node(model, "c1").attribute.append(helper.make_attribute("output_dtype", 77))
+
+
+def _cube(model: onnx.ModelProto) -> None:
+    held = next(t for t in model.graph.initializer if t.name == "up")
+    held.dims[:] = [1, *held.dims]
+    for name in ("up_codes", "up_read"):
+        del _node(model, name).attribute[:]
+        _node(model, name).attribute.append(helper.make_attribute("axis", 2))
+
+
 REFUSED = {
+    "transposed otherwise": (
+        _beside(
+            ("Transpose", ["up_read"], "same", {"perm": [0, 1]}),
+            ("MatMul", ["embedded", "same"], "more", {}),
+        ),
+        "another product reads up_read with another quantiser",
+    ),
+    "transposed twice": (
+        _beside(
+            ("Transpose", ["up_read"], "turned", {}),
+            ("Transpose", ["turned"], "same", {}),
+            ("MatMul", ["embedded", "same"], "more", {}),
+        ),
+        "another product reads up_read with another quantiser",
+    ),
+    "convolution": (
+        _beside(
+            ("Transpose", ["up_read"], "turned", {}),
+            ("Unsqueeze", ["turned", "third"], "kernel", {}),
+            ("Transpose", ["embedded"], "columns", {"perm": [0, 2, 1]}),
+            ("Conv", ["columns", "kernel"], "result", {}),
+            ("Transpose", ["result"], "more", {"perm": [0, 2, 1]}),
+        ),
+        "another product reads up_read with another quantiser",
+    ),
+    "both ways": (_both_ways, "another product reads square with another quantiser, or transposed"),
+    "view": (_view("Reshape", "sizes"), "its weight is a view of up_read"),
+    "view of numbers": (
+        _view("Reshape", "sizes"),
+        "it reads the parameter that QuantizeLinear of node up_codes",
+    ),
+    "moved numbers": (_view("Transpose", perm=[0, 1]), "it moves a quantised parameter"),
+    "cube": (_cube, "up is no matrix of FLOAT"),
+    "transposed input": (_gemm(1, ""), "its quantised input is transposed"),
+    "computed bias": (_gemm(0, "negative"), "its bias is computed"),
+    "zero points": (_zeros_differ, "its zero points differ"),
+    "no scale": (_no_scale, "a scale is not a number above 0"),
+    "no zero point": (_no_zero_point, "it leaves out its scale or its zero point"),
+    "again": (_again, "it quantises q1 once more"),
+    "unknown type": (_type, "its codes are of type 77"),
     "residual": (_residual, "Add of node layer is not supported: it reads what DynamicQuantize"),
     "output": (_output, "the output of the file is quantised"),
     "fp8 residual": (
@@ -267,12 +401,17 @@ REFUSED = {
 }
 
 
-FORMS = {"residual": "dynamic", "output": "dynamic", "fp8 residual": "e4m3"}
+FORMS = {
+    "residual": "dynamic", "output": "dynamic", "fp8 residual": "e4m3", "no zero point": "dynamic",
+    "again": "dynamic",
+}  # fmt: skip
+NUMBERS = {"view of numbers", "moved numbers", "cube"}
 
 
 @pytest.mark.parametrize("change", REFUSED)
 def test_unsupported_quantisers_are_refused(tmp_path: Path, change: str) -> None:
-    model = quantised_mlp(FORMS.get(change, "uint8"))[0]
+    stored = "numbers" if change in NUMBERS else "codes"
+    model = quantised_mlp(FORMS.get(change, "uint8"), stored=stored)[0]
     REFUSED[change][0](model)
     path = saved(tmp_path, model)
     with pytest.raises(Refusal) as refused:
@@ -281,6 +420,36 @@ def test_unsupported_quantisers_are_refused(tmp_path: Path, change: str) -> None
     assert str(found.code) == "KC461"
     assert REFUSED[change][1] in found.message
     assert found.help
+
+
+def _constant(model: onnx.ModelProto) -> None:
+    held = next(t for t in model.graph.initializer if t.name == "up")
+    model.graph.initializer.remove(held)
+    model.graph.node.insert(0, helper.make_node("Constant", [], ["up"], "stored", value=held))
+
+
+def _looked_up(model: onnx.ModelProto) -> None:
+    _insert(model, "wide", ("Gather", ["up", "input_ids"], "rows", {}))
+
+
+def _hidden(model: onnx.ModelProto) -> None:
+    held = next(t for t in model.graph.initializer if t.name == "up")
+    value = numpy_helper.to_array(held).copy()
+    value[0, 0] = -2e30
+    _tensor(model, "up", value)
+    _tensor(model, "up_scale", np.abs(value).max(0) / np.float32(127))
+
+
+@pytest.mark.parametrize("change", [_constant, _looked_up, _hidden])
+def test_quantised_product_that_is_no_linear_is_refused(
+    tmp_path: Path, change: Callable[[onnx.ModelProto], None]
+) -> None:
+    """Numerics are those of linears: this product would be bounded without its quantisers."""
+    model = quantised_mlp("dynamic", stored="numbers")[0]
+    change(model)
+    path = saved(tmp_path, model)
+    with pytest.raises(Refusal, match="a product with up is quantised, but no linear"):
+        load_model(ModelRef(path.name, ONNX), tmp_path)
 
 
 def test_weight_scale_must_match_the_largest_magnitude(tmp_path: Path) -> None:
