@@ -28,7 +28,7 @@ from kcdsl.diagnostics.codes import (
     UNKNOWN_BLOCK,
 )
 from kcdsl.ir.terms import ModelRef
-from kcdsl.model import loading
+from kcdsl.model import loader
 from kcdsl.model.architecture import Model
 from kcdsl.model.architectures import llama
 from kcdsl.model.architectures.bert import sentence_embedding
@@ -178,7 +178,7 @@ def test_a_large_checkpoint_that_becomes_a_small_one_is_refused(
 ) -> None:
     """The module was built without weights, and they would not be read."""
     write_model(tmp_path)
-    monkeypatch.setattr(loading, "is_large", lambda *_: True)
+    monkeypatch.setattr(loader, "is_large", lambda *_: True)
     with expect(CHANGED_MEANWHILE, "model.safetensors"):
         load_model(
             ModelRef("model.safetensors", "llama", tokenizer="bytes"), tmp_path, by_block=True
