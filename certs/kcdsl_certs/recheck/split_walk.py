@@ -173,6 +173,8 @@ def walk(problem: DriftProblem) -> tuple[BlockLayers, dict[str, tuple[float, flo
         raise Rejected("document/domain", "splits: no rule for any length, weight balls, chains")
     if problem.centre is None:
         raise Rejected("document/domain", "splits: no rule for blocks on token ids")
+    if problem.centre.ndim != 2:
+        raise Rejected("document/domain", "splits: no rule for inputs other than [T, n]")
     _refuse_branches(problem.block)
     errors: dict[str, tuple[Box, Box]] = {}
     problem = replace(problem, errors=errors)

@@ -290,6 +290,21 @@ def test_blocks_on_token_ids_admit_no_splits(tmp_path: Path) -> None:
     assert (found.reason, found.detail[-9:]) == ("document/domain", "token ids")
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2, 4)])
+def test_inputs_of_other_than_two_dimensions_admit_no_splits(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    g = proofs.Graph(shape)
+    g.add("relu", [g.add("input", [], shape)], shape)
+    path = tmp_path / "model.safetensors"
+    sha256 = proofs.write_safetensors(path, {})
+    document = proofs.document(g, *PAIR, sha256, np.ones(shape))
+    document["cases"][0]["region"]["radius"] = array(np.zeros(shape))
+    assert recheck(proofs.dump(document), path).ok
+    document["cases"][0] |= {"domain": "splits", "splits": [text(LEAF)] * shape[0]}
+    assert recheck(proofs.dump(document), path).reason == "document/domain"
+
+
 def test_splits_refuse_unsupported_scenes_directly(base: tuple[Document, Path]) -> None:
     """A caller that bypasses the parser gets no layers either."""
     scene = scene_of(*base)
