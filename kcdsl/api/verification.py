@@ -42,6 +42,7 @@ from kcdsl.diagnostics.codes import (
 from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.exits import Exit
 from kcdsl.ir.tables import expand_tables, gaps
+from kcdsl.ir.terms import ONNX
 from kcdsl.model.files import Artefacts
 from kcdsl.model.presets import resolve
 from kcdsl.release.artefacts import refuse_untrusted
@@ -409,6 +410,16 @@ def _domains(text: str, backend: str, *, chain: bool) -> tuple[str, ...]:
 # --- what was found ------------------------------------------------------------------------------
 
 
+def _ends_in_logits(program: Program, files: Artefacts) -> bool:
+    """Return whether the output of a model is logits. An architecture declares it; a module and an
+    ONNX file are loaded."""
+    if program.model.module is None and program.model.architecture != ONNX:
+        return True
+    from kcdsl.model.loading import load_model
+
+    return not load_model(program.model, files).encoder_only
+
+
 def _implied(
     program: Program, files: Artefacts, outcomes: Sequence[GoalOutcome], backend: FormalBackend
 ) -> tuple[Implied, ...]:
@@ -420,7 +431,7 @@ def _implied(
     if not proved or smt is None:
         return ()
     found: tuple[Implied, ...] = smt.derive(program, proved)
-    if not found:
+    if not found or not _ends_in_logits(program, files):
         return ()
     written, missed = expand_tables(program), gaps(program)
     asked = replace(written, slices=(*written.slices, *(gap.slice for gap in missed)))

@@ -34,15 +34,15 @@ def parse_real(text: str) -> Fraction:
 
 
 def real_text(value: Fraction) -> str:
-    """Write an exact number: a decimal where one exists, else a ratio."""
+    """Write an exact number: a decimal where one of at most 2,400 places exists, else a ratio."""
     denominator, twos, fives = value.denominator, 0, 0
     while denominator % 2 == 0:
         denominator, twos = denominator // 2, twos + 1
     while denominator % 5 == 0:
         denominator, fives = denominator // 5, fives + 1
-    if denominator != 1:
-        return f"{value.numerator}/{value.denominator}"
     places = max(twos, fives)
+    if denominator != 1 or places > _LONGEST:
+        return f"{value.numerator}/{value.denominator}"
     if places == 0:
         return str(value.numerator)
     digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")

@@ -144,18 +144,34 @@ def untrusted_inputs(
     return frozenset(why.keys() & window), {one: why[one] for one in why.keys() & passed}
 
 
-def deployed_in(register: Register, slot: str, deployed: Triple, parts: Collection[str]) -> Triple:
+def deployed_in(
+    register: Register,
+    slot: str,
+    deployed: Triple,
+    parts: Collection[str],
+    *,
+    serving: bool = False,
+) -> Triple:
     """Return the triple of a slot that equals the deployed one except for the host and `parts` of
     its kernels, because it may have been certified on another machine; the deployed one if there is
-    none."""
+    none. With `serving` no part may differ if a certificate has results that depend on the machine,
+    as in a check."""
     known = dict.fromkeys(each.candidate for each in reversed(register.promotions(slot=slot)))
     for digest in dict.fromkeys((deployed.digest, *known)):
         triple = register.triple(digest) if digest in known else None
-        if triple is not None and not differences(
-            triple, relaxed(triple, deployed, {*parts, "host"})
-        ):
+        if triple is None or differences(triple, relaxed(triple, deployed, {*parts, "host"})):
+            continue
+        if digest == deployed.digest or not (serving and _is_of_a_machine(register, digest)):
             return triple
     return deployed
+
+
+def _is_of_a_machine(register: Register, triple: str) -> bool:
+    return any(
+        result.quantity.is_of_a_machine
+        for each in register.certificates(triple=triple)
+        for result in register.results_of(each.identity)
+    )
 
 
 def why_withdrawn(register: Register, status: CertificateStatus) -> str | None:

@@ -55,7 +55,14 @@ from kcdsl_certs.signatures import (
     parse_bundle,
     sign,
 )
-from kcdsl_certs.statement import Predicate, RegisterHead, Transfer, Triple, head_bytes
+from kcdsl_certs.statement import (
+    CertifiedClause,
+    Predicate,
+    RegisterHead,
+    Transfer,
+    Triple,
+    head_bytes,
+)
 from kcdsl_certs.verification.admission import read_statement
 
 _BATCH = 1000
@@ -290,9 +297,12 @@ class Register:
 
     def obligations_of(self, identity: str) -> frozenset[str]:
         """Return the obligations for which a recorded certificate states results."""
+        return frozenset(clause.obligation for clause in self.results_of(identity))
+
+    def results_of(self, identity: str) -> tuple[CertifiedClause, ...]:
+        """Return the results that a recorded certificate states; none of a weights transfer."""
         body = self._body(identity)
-        stated = body.clauses if isinstance(body, Predicate) else ()
-        return frozenset(clause.obligation for clause in stated)
+        return body.clauses if isinstance(body, Predicate) else ()
 
     def _body(self, identity: str) -> Predicate | Transfer | None:
         data = self.bundle(identity)

@@ -44,6 +44,14 @@ def test_exact_numbers_survive_a_round_trip(value: Fraction) -> None:
     assert parse_real(real_text(value)) == value
 
 
+@pytest.mark.parametrize(
+    "text", [f"1/{2**7000}", f"-{3**4000}/{2**1200}", f"{3**5000}e999", "1e-999"]
+)
+def test_every_number_that_is_read_can_be_written(text: str) -> None:
+    """Python refuses to write integers of more than 4,300 digits."""
+    assert Fraction(real_text(parse_real(text))) == parse_real(text)
+
+
 @given(_FINITE, st.sampled_from(["up", "down", "nearest"]))
 def test_measured_numbers_are_rounded_outwards(value: float, rounding: Rounding) -> None:
     record = Measured(value, rounding).to_json()

@@ -232,3 +232,58 @@ def test_invalid_domains_are_refused(
     assert ran.code == 2
     assert "KC476" in ran.stderr
     assert says in ran.stderr
+
+
+ENDING = """\
+from torch import nn
+
+
+class Network(nn.Module):
+    limits = (8, 64)
+    encoder_only = ENCODER
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.feed = nn.Linear(4, 8)
+
+    def forward(self, ids):
+        return self.feed(self.embedding(ids))
+
+    def hidden(self, ids):
+        return self.embedding(ids)
+
+
+def build(config):
+    return Network()
+"""
+BOTH = """\
+kcdsl: 1
+contract: example
+version: 1.0.0
+model: {checkpoint: model.safetensors, module: "ending:build"}
+kernels:
+  train: {run: torch.eager, numerics: {preset: torch-eager}}
+  infer: {run: torch.eager, numerics: {preset: torch-eager, compute: bfloat16, casts: any}}
+data: prompts.jsonl
+slices: {all: {}}
+clauses:
+  N-0: {require: "forall x in points(all): norm_inf(drift(model, x)) <= 1", level: L2}
+  N-1: {require: "max(jeffreys) <= 100", slices: [all], level: L2}
+"""
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_nothing_is_implied_of_states(cli: Any, tmp_path: Path, encoder: bool) -> None:
+    """The output of an encoder is no logits, so no divergence follows from its drift."""
+    (tmp_path / "ending.py").write_text(ENDING.replace("ENCODER", str(encoder)))
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"embedding.weight": (8, 4), "feed.weight": (8, 4), "feed.bias": (8,)}
+    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "tokens": [1, 2, 3]}\n')
+    (tmp_path / "contract.yaml").write_text(BOTH)
+    given = ("--allow-code", "--attack", "off", "--format", "json", "-o", str(tmp_path / "out"))
+    ran = cli("verify", str(tmp_path / "contract.yaml"), *given)
+    assert ran.code == 0, ran.stderr
+    assert len(json.loads(ran.stdout)["implied"]) == (0 if encoder else 1)

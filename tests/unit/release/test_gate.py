@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 
 from kcdsl.diagnostics import Refusal, codes
+from kcdsl.ir.terms import Program
+from kcdsl.model import fingerprint
+from kcdsl.release.issue import issue
 from kcdsl.release.promotion import CANARY, FULL, OFFLINE, SHADOW, CandidateState, StagedCandidate
 from kcdsl.release.promotion.gate import GateAnswer, ask, fallback
 from kcdsl.release.promotion.gate_server import LARGEST_BODY, GateServer
@@ -32,7 +35,9 @@ from kcdsl.release.register import (
     Register,
     Run,
 )
-from kcdsl_certs.statement import STAGES, EvidenceFile, Scope, Triple, Verdict
+from kcdsl_certs.signatures import SigningKey, decode, parse_bundle
+from kcdsl_certs.statement import STAGES, EvidenceFile, Predicate, Scope, Triple, Verdict
+from kcdsl_certs.verification.admission import read_statement
 from tests.support.promotions import at
 from tests.support.promotions import digest as digest_of
 from tests.support.registers import (
@@ -534,6 +539,31 @@ def test_exit_codes_of_the_gate_command(
     )
     for word in ("nowhere", "127.0.0.1:99999", ":"):
         assert cli("gate", "--register", tmp_path / "r.db", "--serve", word).code == 2
+
+
+def test_gate_is_closed_where_recorded_times_are_of_another_machine(
+    cli: Callable[..., Any],
+    folder: Path,
+    program: Program,
+    key: SigningKey,
+    certificate: Path,
+    evidence: tuple[EvidenceFile, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check refuses the certificate there, too."""
+    stated = read_statement(decode(parse_bundle(certificate.read_bytes())).payload)
+    assert isinstance(stated, Predicate)
+    about: dict[str, Any] = {"program": program, "base": folder, "keys": [key]}
+    certificate.write_bytes(issue(clauses=stated.clauses, evidence=evidence, **about))
+    trusted = ("--key", "kcdsl.key.pub")
+    assert cli("register", "init", "--register", "r.db", cwd=folder).code == 0
+    words = ("--register", "r.db", "--slot", SLOT, "--stage", "offline-ci")
+    ran = cli("promote", certificate, *trusted, *words, cwd=folder)
+    assert ran.code == 0, ran.stdout + ran.stderr
+    assert cli("gate", *words, cwd=folder).code == 0
+    monkeypatch.setattr(fingerprint, "host", lambda: {"cores": 1, "memory": 1})
+    assert cli("check", certificate, *trusted, cwd=folder).code == 4
+    assert cli("gate", *words, cwd=folder).code == 3
 
 
 # --- HTTP -----------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class GateCommand(SlotCommand):
             fingerprints=fingerprints_in(self.kernels),
             checkpoint=None if self.checkpoint is None else Path(self.checkpoint),
         )
-        return deployed_in(register, slot, deployed, ()).digest
+        return deployed_in(register, slot, deployed, (), serving=True).digest
 
     def _serve(self, register: Register, place: str) -> Exit:
         from kcdsl.release.issue import utc_now
