@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 CONTRACT = """\
@@ -89,6 +90,38 @@ def test_values_of_another_file_never_replace_those_of_a_request(cli: Any, folde
     ran = cli("evaluate", cwd=folder)
     assert ran.code == 2
     assert "two requests have the key `rollouts.jsonl:x.jsonl:a`" in ran.stderr
+
+
+def test_lost_support_blocks_metrics_of_sequences_too(cli: Any, folder: Path) -> None:
+    """The mean ratio of these tokens is 0.98: mass of train is never drawn."""
+    requirements = (
+        *("mean(k3) <= 5", "mean(seq_k3) <= 5", "max(seq_max_abs) <= 5"),
+        *("adv_weighted_bias <= 5", "ess_seq >= 10%"),
+    )
+    clauses = "".join(
+        f"  N-{i}: {{require: {text}, slices: [all], level: L2, evidence: census}}\n"
+        for i, text in enumerate(requirements)
+    )
+    head = CONTRACT.split("clauses:", maxsplit=1)[0]
+    (folder / "contract.yaml").write_text(f"{head}clauses:\n{clauses}")
+    rng, rows = np.random.default_rng(0), []
+    for i in range(200):
+        infer = np.log(rng.uniform(0.2, 0.6, 20))
+        row = {
+            "prompt": [5, i],
+            "tokens": rng.integers(0, 99, 20).tolist(),
+            "infer_logs": infer.tolist(),
+            "train_logs": (infer + rng.normal(-0.03, 0.1, 20)).tolist(),
+            "advantages": 1.0,
+        }
+        rows.append(json.dumps(row))
+    (folder / "rollouts.jsonl").write_text("\n".join(rows))
+    assert cli("evaluate", cwd=folder).code == 2
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert {row["verdict"] for row in report["clauses"]} == {"invalid_evidence"}
+    assert {row["reason"].split(" failed")[0] for row in report["clauses"]} == {
+        "precheck support_check"
+    }
 
 
 def test_plan_counts_prompts(cli: Any, folder: Path) -> None:
