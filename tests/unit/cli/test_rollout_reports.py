@@ -124,6 +124,37 @@ def test_lost_support_blocks_metrics_of_sequences_too(cli: Any, folder: Path) ->
     }
 
 
+@pytest.mark.parametrize("with_logs", [True, False])
+def test_copied_lists_show_no_agreement(cli: Any, folder: Path, with_logs: bool) -> None:
+    """One side's lists of the likeliest tokens, written twice, agree whatever the kernels do."""
+    head = CONTRACT.split("clauses:", maxsplit=1)[0]
+    texts = {"S": "min(top1_overlap) >= 100%"} | ({"N": "mean(k3) <= 1"} if with_logs else {})
+    clauses = "".join(
+        f"  {name}: {{require: {text}, slices: [all], level: L2, evidence: census}}\n"
+        for name, text in texts.items()
+    )
+    (folder / "contract.yaml").write_text(f"{head}clauses:\n{clauses}")
+    rng, rows = np.random.default_rng(0), []
+    for i in range(8):
+        logs = np.log([[share, 1 - share] for share in rng.uniform(0.5, 0.6, 4)])
+        drawn = (rng.random(4) < 0.45).astype(int)
+        own = logs[np.arange(4), drawn]
+        row = {"prompt": [5, i], "tokens": drawn.tolist(), "infer_logs": own.tolist()}
+        row["train_logs"] = np.minimum(own + rng.normal(0, 1e-4, 4), 0.0).tolist()
+        for side in ("train", "infer"):
+            row[f"{side}_top_ids"] = [[0, 1]] * 4
+            row[f"{side}_top_logs"] = logs.tolist()
+        rows.append(json.dumps(row))
+    (folder / "rollouts.jsonl").write_text("\n".join(rows))
+    assert cli("evaluate", cwd=folder).code == 2
+    found = json.loads((folder / "out" / "report.json").read_text())["clauses"]
+    assert found[0]["reason"].startswith("precheck copied_side failed: all 32 tokens")
+    stated = (folder / "contract.yaml").read_text()
+    told = stated.replace("train: {run: recorded,", "train: {run: recorded, recomputed: true,")
+    (folder / "contract.yaml").write_text(told)
+    assert cli("evaluate", cwd=folder).code == 0
+
+
 def test_plan_counts_prompts(cli: Any, folder: Path) -> None:
     ran = cli("plan", cwd=folder)
     assert "57 more prompts, none of them beyond, would show it" in ran.stdout
