@@ -155,6 +155,27 @@ def test_copied_lists_show_no_agreement(cli: Any, folder: Path, with_logs: bool)
     assert cli("evaluate", cwd=folder).code == 0
 
 
+@pytest.mark.parametrize("where", ["n >= 2", "n >= 3"])
+def test_failures_of_other_requests_are_not_compared(cli: Any, folder: Path, where: str) -> None:
+    """Both runs have the same requests, and the slice has others of them, also as many."""
+    head = CONTRACT.split("slices:", maxsplit=1)[0]
+    rows = [
+        {"prompt": [5, i], "n": i, "tokens": [1], "infer_logs": [-0.5], "train_logs": [-0.6]}
+        for i in range(5)
+    ]
+    (folder / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, test in (("one", "n < 2"), ("two", where)):
+        (folder / "contract.yaml").write_text(
+            f'{head}slices: {{all: {{}}, some: {{where: "{test}"}}}}\nclauses:\n'
+            "  N: {require: max(k3) <= 5, slices: [all], level: L2, evidence: census}\n"
+            "  R: {require: failure_rate <= 50%, slices: [some], level: L2, evidence: census}\n"
+        )
+        assert cli("evaluate", "-o", name, cwd=folder).code == 0
+    ran = cli("compare", "one/trace.parquet", "two/trace.parquet", "--format", "json", cwd=folder)
+    changes = {row["clause"]: row["change"] for row in json.loads(ran.stdout)["rows"]}
+    assert changes == {"N": "unchanged", "R": "not_compared"}
+
+
 def test_plan_counts_prompts(cli: Any, folder: Path) -> None:
     ran = cli("plan", cwd=folder)
     assert "57 more prompts, none of them beyond, would show it" in ran.stdout
