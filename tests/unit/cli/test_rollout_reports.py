@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 CONTRACT = """\
@@ -89,6 +90,90 @@ def test_values_of_another_file_never_replace_those_of_a_request(cli: Any, folde
     ran = cli("evaluate", cwd=folder)
     assert ran.code == 2
     assert "two requests have the key `rollouts.jsonl:x.jsonl:a`" in ran.stderr
+
+
+def test_lost_support_blocks_metrics_of_sequences_too(cli: Any, folder: Path) -> None:
+    """The mean ratio of these tokens is 0.98: mass of train is never drawn."""
+    requirements = (
+        *("mean(k3) <= 5", "mean(seq_k3) <= 5", "max(seq_max_abs) <= 5"),
+        *("adv_weighted_bias <= 5", "ess_seq >= 10%"),
+    )
+    clauses = "".join(
+        f"  N-{i}: {{require: {text}, slices: [all], level: L2, evidence: census}}\n"
+        for i, text in enumerate(requirements)
+    )
+    head = CONTRACT.split("clauses:", maxsplit=1)[0]
+    (folder / "contract.yaml").write_text(f"{head}clauses:\n{clauses}")
+    rng, rows = np.random.default_rng(0), []
+    for i in range(200):
+        infer = np.log(rng.uniform(0.2, 0.6, 20))
+        row = {
+            "prompt": [5, i],
+            "tokens": rng.integers(0, 99, 20).tolist(),
+            "infer_logs": infer.tolist(),
+            "train_logs": (infer + rng.normal(-0.03, 0.1, 20)).tolist(),
+            "advantages": 1.0,
+        }
+        rows.append(json.dumps(row))
+    (folder / "rollouts.jsonl").write_text("\n".join(rows))
+    assert cli("evaluate", cwd=folder).code == 2
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert {row["verdict"] for row in report["clauses"]} == {"invalid_evidence"}
+    assert {row["reason"].split(" failed")[0] for row in report["clauses"]} == {
+        "precheck support_check"
+    }
+
+
+@pytest.mark.parametrize("with_logs", [True, False])
+def test_copied_lists_show_no_agreement(cli: Any, folder: Path, with_logs: bool) -> None:
+    """One side's lists of the likeliest tokens, written twice, agree whatever the kernels do."""
+    head = CONTRACT.split("clauses:", maxsplit=1)[0]
+    texts = {"S": "min(top1_overlap) >= 100%"} | ({"N": "mean(k3) <= 1"} if with_logs else {})
+    clauses = "".join(
+        f"  {name}: {{require: {text}, slices: [all], level: L2, evidence: census}}\n"
+        for name, text in texts.items()
+    )
+    (folder / "contract.yaml").write_text(f"{head}clauses:\n{clauses}")
+    rng, rows = np.random.default_rng(0), []
+    for i in range(8):
+        logs = np.log([[share, 1 - share] for share in rng.uniform(0.5, 0.6, 4)])
+        drawn = (rng.random(4) < 0.45).astype(int)
+        own = logs[np.arange(4), drawn]
+        row = {"prompt": [5, i], "tokens": drawn.tolist(), "infer_logs": own.tolist()}
+        row["train_logs"] = np.minimum(own + rng.normal(0, 1e-4, 4), 0.0).tolist()
+        for side in ("train", "infer"):
+            row[f"{side}_top_ids"] = [[0, 1]] * 4
+            row[f"{side}_top_logs"] = logs.tolist()
+        rows.append(json.dumps(row))
+    (folder / "rollouts.jsonl").write_text("\n".join(rows))
+    assert cli("evaluate", cwd=folder).code == 2
+    found = json.loads((folder / "out" / "report.json").read_text())["clauses"]
+    assert found[0]["reason"].startswith("precheck copied_side failed: all 32 tokens")
+    stated = (folder / "contract.yaml").read_text()
+    told = stated.replace("train: {run: recorded,", "train: {run: recorded, recomputed: true,")
+    (folder / "contract.yaml").write_text(told)
+    assert cli("evaluate", cwd=folder).code == 0
+
+
+@pytest.mark.parametrize("where", ["n >= 2", "n >= 3"])
+def test_failures_of_other_requests_are_not_compared(cli: Any, folder: Path, where: str) -> None:
+    """Both runs have the same requests, and the slice has others of them, also as many."""
+    head = CONTRACT.split("slices:", maxsplit=1)[0]
+    rows = [
+        {"prompt": [5, i], "n": i, "tokens": [1], "infer_logs": [-0.5], "train_logs": [-0.6]}
+        for i in range(5)
+    ]
+    (folder / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, test in (("one", "n < 2"), ("two", where)):
+        (folder / "contract.yaml").write_text(
+            f'{head}slices: {{all: {{}}, some: {{where: "{test}"}}}}\nclauses:\n'
+            "  N: {require: max(k3) <= 5, slices: [all], level: L2, evidence: census}\n"
+            "  R: {require: failure_rate <= 50%, slices: [some], level: L2, evidence: census}\n"
+        )
+        assert cli("evaluate", "-o", name, cwd=folder).code == 0
+    ran = cli("compare", "one/trace.parquet", "two/trace.parquet", "--format", "json", cwd=folder)
+    changes = {row["clause"]: row["change"] for row in json.loads(ran.stdout)["rows"]}
+    assert changes == {"N": "unchanged", "R": "not_compared"}
 
 
 def test_plan_counts_prompts(cli: Any, folder: Path) -> None:

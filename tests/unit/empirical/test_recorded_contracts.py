@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kcdsl.metrics import UNMEASURED
 from kcdsl_backends.empirical.sources.rollouts.record import Rollout
@@ -570,6 +570,35 @@ def test_logits_of_other_shapes_are_refused(
     kernels = {side: _recorded_logits(side) for side in ("train", "infer")}
     report = decide({"N-KL": "require: p99(kl) <= 1"}, data="rows.jsonl", **kernels)
     assert word in report["refused"]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_one_recording_is_not_two_kernels(
+    decide: Callable[..., dict[str, Any]], tmp_path: Path, linked: bool
+) -> None:
+    _logits(tmp_path, 3)
+    if linked:
+        (tmp_path / "infer.safetensors").unlink()
+        (tmp_path / "infer.safetensors").symlink_to("train.safetensors")
+    kernels = {"train": _recorded_logits("train"), "infer": _recorded_logits("train")}
+    if linked:
+        kernels["infer"] = _recorded_logits("infer")
+    report = decide({"N-KL": "require: p99(kl) <= 1"}, data="rows.jsonl", **kernels)
+    assert "both kernels name the recording" in report["refused"]
+
+
+def test_request_is_not_the_gold_run_of_another(
+    decide: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Far logits of one request, taken for a run in float32, make any error look small."""
+    rows, _ = _logits(tmp_path, 2)
+    rows.append({"id": "gold.p1", "tokens": [token + 1 for token in rows[1]["tokens"]]})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    infer = load_file(tmp_path / "infer.safetensors")
+    save_file({**infer, "gold.p1": infer["p1"] + 100.0}, tmp_path / "infer.safetensors")
+    kernels = {side: _recorded_logits(side) for side in ("train", "infer")}
+    report = decide({"N-NOISE": "require: p99(noise_ratio) <= 2"}, data="rows.jsonl", **kernels)
+    assert "gold.p1 is the id of a request" in report["refused"]
 
 
 def test_recording_of_logits_has_no_times(

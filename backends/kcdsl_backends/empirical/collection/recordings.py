@@ -17,6 +17,7 @@ from kcdsl.ir.tables import Gap
 from kcdsl.ir.terms import Program, Slice
 from kcdsl.model.files import Artefacts, companion
 from kcdsl.model.fingerprint import fingerprint_digest
+from kcdsl.source.files import shown
 from kcdsl.verdict.report import Precheck
 from kcdsl_backends.empirical.collection.context import (
     Context,
@@ -305,6 +306,12 @@ def prepare_logits(
         load_recorded_logits(kernel, artefacts, distinct)
         for kernel in (program.train, program.infer)
     )
+    if train.path.samefile(infer.path):
+        raise refuse(
+            codes.ROLLOUT_FILE,
+            f"both kernels name the recording {shown(train.path)}, which is of one kernel",
+            help="record the logits of each kernel in a file of its own",
+        )
     return KernelContext(
         program=program,
         train=train,

@@ -191,6 +191,7 @@ def _prechecks(
             policies,
             train is not None and train.recomputed,
             _compares(metrics),
+            any("train_top_ids" in (NEEDS.get(name) or ()) for name in metrics),
             context.left_out,
             counts_units=bool(metrics - _TIMED),
             kept=context.kept,

@@ -185,7 +185,9 @@ def why_blocked(
         prechecks = [check for check in prechecks if check.name != "finite"]
     reasons = [blocking(prechecks)]
     sampled = any(
-        "sampled" in measures[m].needs for m in metrics_of(clause.require) if m in measures
+        "sampled" in measures[m].needs or measures[m].tier == "C"
+        for m in metrics_of(clause.require)
+        if m in measures
     )
     if sampled:
         reasons += [

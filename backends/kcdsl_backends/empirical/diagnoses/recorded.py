@@ -45,6 +45,8 @@ class Recorded:
     recomputed: bool = False
     compares: bool = True
     """Whether any clause compares ln-probabilities of both sides."""
+    lists: bool = False
+    """Whether any clause compares lists of the likeliest tokens of both sides."""
     left_out: int = 0
     """Number of rollouts of which no token counts."""
     counts_units: bool = True
@@ -64,14 +66,14 @@ def recorded_prechecks(subject: Recorded) -> tuple[Precheck, ...]:
         *([sampling_units(s.rollouts)] if s.counts_units else []),
     ]
     both = [r for r in s.rollouts if r.train is not None and r.infer is not None and r.counted]
+    copied = not_applicable("copied_side", "the training kernel scored the tokens")
+    if not s.policies and (s.compares or s.lists):
+        copied = copied_side(both, s.recomputed, logs=s.compares, lists=s.lists)
     if not s.compares:
-        return tuple(shared)
+        return (*shared, copied) if s.lists else tuple(shared)
     declared = [logprob_semantics(s), sampling_law(s), _finite(both)]
     if not both:
         return (*declared, *shared)
-    copied = not_applicable("copied_side", "the training kernel scored the tokens")
-    if not s.policies:
-        copied = copied_side(both, s.recomputed)
     tempered = recorded_logs.temperature(both, s.policies, s.temperature)
     repairs = [
         recorded_logs.alignment(both),
@@ -276,23 +278,48 @@ def _chance(rollout: Rollout) -> float:
     return float(logs[np.isfinite(logs)].sum())
 
 
-def copied_side(rollouts: Sequence[Rollout], recomputed: bool) -> Precheck:
+def copied_side(
+    rollouts: Sequence[Rollout], recomputed: bool, *, logs: bool = True, lists: bool = False
+) -> Precheck:
     """Check that the recorded sides are not one array written twice, in all or most rollouts.
 
-    Trainers that skip recomputing write such copies.
+    Trainers that skip recomputing write such copies. `logs` and `lists` say which arrays clauses
+    compare: the ln-probabilities of the tokens, and the lists of the likeliest ones.
 
     `recomputed`: the contract states that both sides were computed, so that equal bits are a
     result.
     """
-    name = "copied_side"
     both = [r for r in rollouts if r.train is not None and r.infer is not None and r.counted]
-    tokens = sum(r.counted for r in both)
+    equal = [(r, not bool(np.any(r.delta()))) for r in both]
+    listed = [(r, alike) for r in both if (alike := _equal_lists(r)) is not None]
+    reads = ((equal, logs), (listed, lists))
+    found = [_copied(own, recomputed) for own, read in reads if read]
+    return next((check for check in found if check.outcome == "failed"), found[0])
+
+
+def _equal_lists(rollout: Rollout) -> bool | None:
+    """Return whether both lists of the likeliest tokens are equal in all bits; None without
+    them."""
+    if rollout.train is None or rollout.infer is None:
+        return None
+    one, two, mask = rollout.train.top, rollout.infer.top, rollout.mask
+    if one is None or two is None:
+        return None
+    return np.array_equal(one.ids[mask], two.ids[mask]) and np.array_equal(
+        one.logs[mask], two.logs[mask]
+    )
+
+
+def _copied(found: Sequence[tuple[Rollout, bool]], recomputed: bool) -> Precheck:
+    """Return the check of rollouts of which it is known whether their sides are equal."""
+    name = "copied_side"
+    tokens = sum(r.counted for r, _ in found)
     if tokens < _FEWEST:
         return not_applicable(name, "too few tokens with ln-probabilities of both sides")
-    alike = [r for r in both if not bool(np.any(r.delta()))]
+    alike = [r for r, same in found if same]
     equal = sum(r.counted for r in alike)
-    if len(alike) < len(both) and (2 * equal < tokens or equal < _FEWEST):
-        detail = f"{tokens} tokens, both sides differ in {len(both) - len(alike)} rollouts"
+    if len(alike) < len(found) and (2 * equal < tokens or equal < _FEWEST):
+        detail = f"{tokens} tokens, both sides differ in {len(found) - len(alike)} rollouts"
         return outcome(name, True, detail, equal / tokens)
     shown = f"all {tokens}" if equal == tokens else f"{equal} of {tokens}"
     if recomputed:

@@ -262,6 +262,8 @@ def _changed(
     term, op, tau = compared
     if term == FAILURE_RATE:
         ordered = [sorted(data.requests, key=lambda unit: unit.key) for data in runs]
+        if len({tuple(unit.key for unit in units) for units in ordered}) > 1:
+            raise NotMeasurable("other requests were measured")
         kept = [np.array([unit.failure is None for unit in units]) for units in ordered]
         return change_of_shares(kept)
     if is_mean(part) or (part.budget is None and magnitude(term) is not None):

@@ -151,6 +151,12 @@ def load_recorded_logits(
                 f"the requests {ids[request.tokens]!r} and {request.id!r} have the same tokens, so"
                 " it is not known whose logits are whose",
             )
+    twofold = next((name for name in named if f"{GOLD}{name}" in named), None)
+    if twofold is not None:
+        raise _damaged(
+            path,
+            f"{GOLD}{twofold} is the id of a request, and the run in float32 of {twofold!r}",
+        )
     if len(widths) > 1:
         said = ", ".join(f"{name} has {width}" for width, name in widths.items())
         raise _damaged(path, f"its requests have vocabularies of different sizes: {said}")
