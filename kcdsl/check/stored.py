@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from fractions import Fraction
 from typing import Any
@@ -14,6 +13,7 @@ from kcdsl.ir.canonical import SCHEMA, digest
 from kcdsl.ir.formulas import terms_of, walk
 from kcdsl.ir.kernels import FORMATS, LogProbabilities, Recording, Service
 from kcdsl.metrics import METRICS
+from kcdsl.source.files import json_value
 from kcdsl.units import NAMED, UNITS
 
 _STORED = re.compile(r"\A\s*\{.*\"schema\"\s*:\s*\"" + re.escape(SCHEMA) + r"\"", re.DOTALL)
@@ -30,7 +30,7 @@ def load_bytes(data: bytes, name: str = "stored program") -> ir.Program:
     A member `digest`, if present, must be that of the program.
     """
     try:
-        value = json.loads(data)
+        value = json_value(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise refuse(
             STORED_PROGRAM,

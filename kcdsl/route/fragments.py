@@ -80,7 +80,7 @@ def outside_diagnostic(clause: Clause, placement: Placement, source: SourceFile)
         first.span,
         labels=tuple(Label(blame.span, blame.reason) for blame in rest),
         help="decidable are: forall x in REGION: NORM(drift(...)) <= NUMBER or no_flip(...), "
-        "joined by `and`; and any statement about statistics of metrics and has(trace, [...])",
+        "one in each clause; and any statement about statistics of metrics and has(trace, [...])",
     )
 
 
@@ -119,7 +119,7 @@ _MEASURED = {Fragment.STATISTICAL, Fragment.TRACE_FIELDS}
 
 
 def _together(op: str, placements: list[Placement], span: Span) -> Placement:
-    """Join the parts of a connective: measured parts in any way, universal parts by `and`."""
+    """Join the parts of a connective: measured parts in any way, a universal part with none."""
     for placement in placements:
         if placement.fragment is Fragment.OUTSIDE:
             return placement
@@ -130,9 +130,7 @@ def _together(op: str, placements: list[Placement], span: Span) -> Placement:
         return (statistical or placements)[0]
     if len(found) > 1:
         return _outside("its parts need different backends", span, *blame)
-    if op != "and":
-        return _outside(f"`{op}` joins claims about every input", span, *blame)
-    return placements[0]
+    return _outside(f"`{op}` joins claims about every input", span, *blame)
 
 
 def _on_one_slice(clause: Clause) -> Placement | None:
@@ -378,7 +376,7 @@ def _shape(requirement: Formula) -> Iterator[UncoveredReason]:
                 yield UncoveredReason("`exists` asks for one input, not for all", span)
             case Not(span=span):
                 yield UncoveredReason("a negation", span)
-            case Connective(op=op, span=span) if op != "and":
+            case Connective(op=op, span=span):
                 yield UncoveredReason(f"`{op}` joins claims; each bound is decided by itself", span)
             case _:
                 continue

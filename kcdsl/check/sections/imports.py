@@ -73,8 +73,19 @@ def _resolve(
             replace(s, name=name.local.text, data=rebase(s.data, file), span=name.local.span)
             for name, s in slices
         ),
-        tuple((name.local.text, replace(k, span=name.theirs.span)) for name, k in kernels),
+        tuple((name.local.text, _rebased(kernel, file)) for name, kernel in kernels),
         tuple(replace(t, name=name.local.text, span=name.local.span) for name, t in tables),
+    )
+
+
+def _rebased(kernel: ir.KernelRef, file: str) -> ir.KernelRef:
+    """Return a kernel of a library with its paths relative to the importing file."""
+    recording = kernel.recording
+    return replace(
+        kernel,
+        folder=rebase(kernel.folder, file),
+        checkpoint=rebase(kernel.checkpoint, file),
+        recording=recording and replace(recording, file=rebase(recording.file, file)),
     )
 
 

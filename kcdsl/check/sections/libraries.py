@@ -150,7 +150,12 @@ def analyse_library(
     imports = resolve_imports(raw.imports, folder, local, reporter, loader)
     for scalar in (raw.data, *(item.data for item in raw.slices)):
         if scalar is not None:
-            _check_data(scalar, reporter)
+            _check_path(scalar, "data", reporter)
+    for _, kernel in raw.kernels:
+        for name in ("folder", "checkpoint", "file"):
+            node = kernel.node.get(name)
+            if isinstance(node, Scalar) and not node.text.startswith("/"):
+                _check_path(node, f"`{name}`", reporter)
     slices = [check_slice(item, reporter) for item in raw.slices]
     tables = [check_table(item, reporter) for item in raw.tables]
     kernels = [(name.text, read_kernel(kernel, reporter)) for name, kernel in raw.kernels]
@@ -174,14 +179,14 @@ def analyse_library(
     return LibraryAnalysis(raw, imports, library)
 
 
-def _check_data(scalar: Scalar, reporter: Reporter) -> None:
+def _check_path(scalar: Scalar, what: str, reporter: Reporter) -> None:
     problem = path_problem(scalar.text)
     if problem is not None and not scalar.text.startswith(_PACKAGE):
         reporter.error(
             IMPORT_FILE,
-            f"data of a library {problem}",
+            f"{what} of a library {problem}",
             scalar.span,
-            "name the file relative to the library",
+            "name it relative to the library",
         )
 
 
@@ -214,7 +219,7 @@ def plain_path(data: str | None) -> str | None:
 
 
 def rebase(data: str | None, file: str) -> str | None:
-    """Return the data path of a library relative to the importing file."""
+    """Return a path of a library relative to the importing file."""
     if data is None or data.startswith(_PACKAGE):
         return data
     return posixpath.normpath(posixpath.join(posixpath.dirname(file), data))

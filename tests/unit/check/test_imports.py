@@ -152,6 +152,37 @@ def test_positions_of_imported_parts_are_at_the_import(place: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("written", "moved"),
+    [
+        ("{run: torch.sdpa, checkpoint: SOME/w.safetensors}", True),
+        ("{run: hf.transformers, folder: SOME/w}", True),
+        ("{run: recorded, format: logits, file: SOME/w.safetensors}", True),
+        ("{run: hf.transformers, folder: /abs/w}", False),
+        ('{run: torch.sdpa, checkpoint: "package:weights/w.safetensors"}', False),
+    ],
+)
+def test_paths_of_an_imported_kernel_are_relative_to_the_library(
+    place: Path, written: str, moved: bool
+) -> None:
+    file, path = place / "shared" / "fleet.kc.yaml", place / "own" / "contract.yaml"
+    old = next(line for line in LIBRARY.splitlines() if line.startswith("  fast:"))
+    before = library_digest(library_of(file))
+    file.write_text(LIBRARY.replace(old, f"  fast: {written.replace('SOME', 'new')}"))
+    path.write_text(path.read_text().replace(before, library_digest(library_of(file))))
+    inline = INLINE.replace(
+        "{run: torch.sdpa, numerics: {preset: flash-attention-2, compute: bfloat16}}",
+        written.replace("SOME", "../shared/new"),
+    )
+    (place / "own" / "inline.kc.yaml").write_text(inline)
+    program = load_program(path)
+    assert digest(program) == digest(load_program(place / "own" / "inline.kc.yaml"))
+    assert ("../shared/" in str(program.infer)) is moved
+    file.write_text(file.read_text().replace("new/", "new/../../").replace("/abs/", "x/../../"))
+    found = [d for d in compile_contract(file)[1] if d.code.id == "KC120"]
+    assert bool(found) is ("package:" not in written)
+
+
 def test_names_may_be_renamed_on_import(place: Path) -> None:
     path = place / "own" / "contract.yaml"
     text = path.read_text().replace("[tail, safety]", "{tail: safety, safety: tail}")

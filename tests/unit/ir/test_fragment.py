@@ -10,6 +10,7 @@ from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.terms import Clause
 from kcdsl.route.catalogue import Fragment
 from kcdsl.route.fragments import classify
+from kcdsl.route.goals import goal_of
 
 HEAD = """kcdsl: 1
 contract: c
@@ -21,6 +22,9 @@ clauses:
   A:
     level: L1
 """
+
+UNIVERSAL = (Fragment.UNIVERSAL_DRIFT, Fragment.UNIVERSAL_FLIP)
+"""The fragments of clauses that are goals of formal backends."""
 
 
 def compiled(expression: str, more: str = "") -> tuple[SourceFile, Clause | None, list[Diagnostic]]:
@@ -35,10 +39,7 @@ def compiled(expression: str, more: str = "") -> tuple[SourceFile, Clause | None
     ("marked", "fragment"),
     [
         ("forall x in points(all): «norm_2(drift(attn_0, x)) <= 1»", Fragment.UNIVERSAL_DRIFT),
-        (
-            "forall x in ball(all, 1): «span(drift(head, x)) < 1» and norm_2(drift(mlp_0, x)) <= 1",
-            Fragment.UNIVERSAL_DRIFT,
-        ),
+        ("forall x in ball(all, 1): «span(drift(head, x)) < 1»", Fragment.UNIVERSAL_DRIFT),
         ("forall x in hull(all, 1): «no_flip(head, x, 3)»", Fragment.UNIVERSAL_FLIP),
         ("«p99(kl)» <= 1", Fragment.STATISTICAL),
         ("«mean(kl)» <= 1 or not mean(abs(log_ratio)) > 2", Fragment.STATISTICAL),
@@ -55,6 +56,7 @@ def test_fragments_of_requirements(marked: str, fragment: Fragment) -> None:
     assert clause is not None, [d.message for d in found]
     placement = classify(clause)
     assert placement.fragment is fragment
+    assert (goal_of(clause) is not None) is (fragment in UNIVERSAL)
     span = placement.blame[0].span
     assert source.text[span.start : span.end] == marked[marked.index("«") + 1 : marked.index("»")]
 
@@ -82,6 +84,15 @@ def test_fragments_of_requirements(marked: str, fragment: Fragment) -> None:
         (
             "forall x in points(all): «no_flip(model, x) or no_flip(head, x)»",
             "`or` joins claims",
+        ),
+        (
+            "forall x in ball(all, 1): «span(drift(head, x)) < 1 and norm_2(drift(mlp_0, x)) <= 1»",
+            "`and` joins claims",
+        ),
+        (
+            "«(forall x in points(all): no_flip(model, x)) and "
+            "(forall x in points(long): no_flip(model, x))»",
+            "`and` joins claims",
         ),
         (
             "forall x in points(all): «no_flip(model, x) and norm_2(drift(attn_0, x)) <= 1»",

@@ -31,6 +31,9 @@ def test_digest_of_a_stored_program_is_checked() -> None:
     assert forged != data
     with pytest.raises(Refusal, match="digest"):
         load_bytes(forged)
+    for key in (b'"clauses":', b'"level":'):
+        with pytest.raises(Refusal, match="given twice"):
+            load_bytes(data.replace(key, key + b'"L1",' + key, 1))
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"nonsense", b"\xff", b"[" * 100_000])
