@@ -17,6 +17,7 @@ from kcdsl_backends.drift.affine_run import affine_run
 from kcdsl_backends.drift.boxes import NoBound
 from kcdsl_backends.drift.linear.paired import PairedLayer, PairedNetwork
 from kcdsl_backends.drift.linear_bounds import SlopeEffort
+from kcdsl_backends.lirpa.backend import drift_box
 from kcdsl_certs.recheck import recheck
 from tests.support import proofs
 from tests.support.prover import block, parameters
@@ -60,6 +61,16 @@ def test_norm_of_a_region_around_zero_has_no_forms(op: str, alpha: Fraction | No
     centre = torch.linspace(-1, 1, 4, dtype=torch.float64)[None]
     with pytest.raises(NoBound, match="the drift reaches the size of the variance"):
         bounded(graph).forms(centre, torch.ones(1, 1, dtype=torch.float64), alpha)
+
+
+def test_views_in_steps_have_no_module() -> None:
+    graph = proofs.Graph((4, 2))
+    graph.slice(graph.add("input", [], (4, 2)), dim=0, start=0, stop=4, step=2)
+    region = torch.ones(4, 2).double(), torch.zeros(1, 1).double()
+    with pytest.raises(NoBound, match="the module has no view in steps"):
+        drift_box(bounded(graph), *region, "ibp")
+    with pytest.raises(ValueError, match="no method of auto_LiRPA: 'crowns'"):
+        drift_box(bounded(graph), *region, "crowns")
 
 
 def test_block_on_states_has_no_bound_on_token_ids() -> None:
