@@ -415,7 +415,7 @@ def _ends_in_logits(program: Program, files: Artefacts) -> bool:
     ONNX file are loaded."""
     if program.model.module is None and program.model.architecture != ONNX:
         return True
-    from kcdsl.model.loading import load_model
+    from kcdsl.model.loader import load_model
 
     return not load_model(program.model, files).encoder_only
 

@@ -131,8 +131,6 @@ def _compare(left: Value, op: str, right: Value) -> bool:
 
 
 def _representatives(constants: set[Value], whole: bool) -> list[Value]:
-    if len({type(value) for value in constants}) > 1:
-        raise Undecided
     texts = sorted(value for value in constants if isinstance(value, str))
     if texts:
         other = "other"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kcdsl.check.compile import analyse, compile_source
-from kcdsl.check.stored import from_json
+from kcdsl.check.stored import from_json, term_from_json
 from kcdsl.diagnostics import Sink
 from kcdsl.diagnostics.spans import SourceFile
 from kcdsl.ir.canonical import digest, library_digest, to_json
@@ -269,3 +269,9 @@ def test_laws_of_logic_and_arithmetic_are_not_applied(one: str, other: str) -> N
     """As documented, only forms named by the normal form are identified."""
     found = [one_clause(f"{{require: '{text}', level: L1}}") for text in (one, other)]
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("kind", ["power", "", None, 1])
+def test_stored_terms_of_an_unknown_kind_are_refused(kind: object) -> None:
+    with pytest.raises(ValueError, match="unknown term"):
+        term_from_json({"kind": kind})

@@ -17,6 +17,7 @@ from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.functionals import drift_bound
 from kcdsl_backends.drift.ops.quantised.tensors import quantised_box
+from kcdsl_backends.real_arithmetic.allowances import allowances
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck import recheck
 from kcdsl_certs.recheck.affine_walk import pair as derive
@@ -102,6 +103,14 @@ def pair_of(kernels: str, kind: str, *, both: bool = False) -> tuple[Any, Any]:
     by = dict.fromkeys(TENSORS, QUANTISERS[kind]) | {"p": codes(1 / 255, 0)}
     own = {"quantisers": {"r": by["r"], "x": by["x"]}} if both else {}
     return {**own, **N(**train)}, N(casts=casts, quantisers=by)
+
+
+def test_errors_of_quantised_tensors_are_not_followed_in_real_arithmetic() -> None:
+    built, pair = residual(np.random.default_rng(0)), pair_of("any", "fine")
+    problem = BlockProblem(block(built), *(parameters(built, record) for record in pair))
+    x = torch.zeros(4, 6, dtype=torch.float64)
+    with pytest.raises(NoBound, match="errors of quantised tensors are not followed"):
+        allowances(problem, x, torch.zeros(1, 1, dtype=torch.float64))
 
 
 @pytest.mark.sample(4)

@@ -17,7 +17,7 @@ from kcdsl.model.numerics import Activations
 from kcdsl.model.numerics.formats import CODE_FORMATS, LAYOUTS
 from kcdsl.model.numerics.weights import linear_weight
 from kcdsl.model.presets import ACTIVATION_SCALES, WEIGHT_SCALES, resolve
-from kcdsl_backends.attack.quantised_inputs import to_nearest
+from kcdsl_backends.attack.quantised_inputs import Exceeded, to_nearest
 from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.drift.boxes.quantisers import quantiser_steps
 from kcdsl_backends.drift.boxes.rounding import Rounding
@@ -437,6 +437,8 @@ def test_tensor_scales_are_per_named_linear() -> None:
     x = torch.ones(1, 32, dtype=torch.float64)
     with pytest.raises(NoBound, match="no static scale"):
         activation_error(Box.point(x), Rounding(numerics), "n", "b.weight")
+    with pytest.raises(Exceeded, match="no static scale"):
+        to_nearest(x, numerics, "b.weight")
     record = numerics.to_json()
     kernel = parse_kernel(record, "kernel")
     with pytest.raises(Rejected, match="no static scale"):

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,12 +30,15 @@ from kcdsl_backends.attack.runs import (
     RunPair,
     attack_of,
     functional,
+    pack,
     record_run,
     run_of,
 )
 from kcdsl_backends.attack.simulation import Overflowed, Simulator
+from kcdsl_backends.certifier.replay import _region_difference
 from kcdsl_backends.certifier.statements.problems import BlockProblem, ProblemFactory
-from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
+from kcdsl_backends.drift.functionals import row_bounds
 from tests.support.directed import DIRECTED
 
 LLAMA = {
@@ -210,6 +214,7 @@ def test_inadmissible_run_is_refused(model: Model) -> None:
         return {"train": {}, "infer": infer}
 
     packed = record_run(RunPair(centre, {"infer": {name: beyond}}))["symbols"]["infer"][name]
+    zeros = pack(torch.zeros(shape[name], dtype=torch.float64), packed["kind"])
     run_of(good, simulators)
     for wrong, why in (
         (changed(symbols=symbols(**{name: packed})), "leaves"),
@@ -221,6 +226,36 @@ def test_inadmissible_run_is_refused(model: Model) -> None:
         (changed(orders={"train": {}, "infer": {sum_node: "sideways"}}), "no order"),
         (changed(orders={"train": {}, "infer": {"x": "forward"}}), "no sum"),
         (changed(input=None), "does not fit"),
+        (
+            changed(
+                orders={"train": {}, "infer": {sum_node: "forward"}},
+                symbols=symbols(**{name: {**packed, "data": zeros["data"]}}),
+            ),
+            "has an order and a symbol",
+        ),
     ):
         with pytest.raises(InvalidRecord, match=why):
             run_of(wrong, simulators)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "region", "why"),
+    [
+        (True, {"kind": "points", "radius": {}}, "token ids have no region but themselves"),
+        (False, {"kind": "ball"}, "the region has no centre or no radius"),
+        (False, {"kind": "points", "radius": {}}, "a point has no radius"),
+    ],
+)
+def test_region_of_another_kind_is_refused(tokens: bool, region: dict[str, Any], why: str) -> None:
+    x = None if tokens else torch.zeros(1, 2, dtype=torch.float64)
+    case: Any = SimpleNamespace(centre=x)
+    with pytest.raises(InvalidRecord, match=why):
+        _region_difference(RunPair(x, {}), case, {"centre": None, "radius": None, **region})
+
+
+def test_unknown_functionals_have_no_value() -> None:
+    x = torch.zeros(1, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="unknown functional 'mean'"):
+        functional(x, "mean")
+    with pytest.raises(ValueError, match="unknown functional 'mean'"):
+        row_bounds(Box(x, x), "mean")

@@ -6,6 +6,9 @@ derived.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,10 @@ from torch import Tensor
 from kcdsl_backends.attack.routes import OtherRoute, other_route
 from kcdsl_backends.attack.simulation import Rerouted, Simulator
 from kcdsl_backends.certifier.statements.problems import BlockProblem
-from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
+from kcdsl_backends.drift.boxes.state import Entering
+from kcdsl_backends.lirpa.backend import drift_box
+from kcdsl_backends.vnnlib.export import case_files
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.derivation import Derivation
 from kcdsl_certs.recheck.documents.document import parse
@@ -301,6 +307,41 @@ def test_scales_of_several_rows_have_no_rule(domain: str, tmp_path: Path) -> Non
         assert (bounded(problem_of(graph, pair), x, 0.0, domain) == "") is sure
         refused = confirmed(graph, pair, x, 0.0, domain, tmp_path)
         assert refused == ("" if sure else "rule/route")
+
+
+def test_many_experts_have_no_rule() -> None:
+    gate = np.zeros((2049, 1), dtype=np.float32)
+    gate[0] = 3.0
+    problem = problem_of(router(gate, [[0]], 1), (EXACT, EXACT))
+    for domain in DOMAINS:
+        assert "up to 2048 experts" in bounded(problem, np.array([[1.0]]), 0.0, domain)
+
+
+def test_other_programs_have_no_router() -> None:
+    graph, x = two_experts(1.0)
+    problem = problem_of(graph, (EXACT, EXACT))
+    region = torch.from_numpy(x), torch.zeros(1, 1, dtype=torch.float64)
+    with pytest.raises(NoBound, match="the module has no operation route"):
+        drift_box(problem, *region, "ibp")
+    nodes = tuple(n for n in problem.graph.nodes if n.op in ("input", "param", "linear", "route"))
+    alone = replace(problem.graph, nodes=nodes, output=nodes[-1].name)
+    with pytest.raises(NoBound, match="a query has no operation route"):
+        case_files(replace(problem, graph=alone), "a", region, Fraction(1), "<=")
+
+
+def test_routes_of_states_that_drift_or_by_chance_have_no_rule() -> None:
+    graph, x = two_experts(1.0)
+    problem, centre = problem_of(graph, (EXACT, EXACT)), torch.from_numpy(x)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    moved = replace(problem, entering=Entering(Box(0 * centre, 0 * centre)))
+    cases: list[Callable[[], object]] = [
+        lambda: moved.bound(centre, zero),
+        lambda: moved.forms(centre, zero),
+        lambda: problem.forms(centre, zero, Fraction(1, 100)),
+    ]
+    for case in cases:
+        with pytest.raises(NoBound, match="routes have no rule"):
+            case()
 
 
 @pytest.mark.parametrize("domain", ["planes", "affine+planes"])

@@ -327,6 +327,7 @@ def _matmul(r: R, a: Operand, b: Operand) -> RealTensor:
     left, right = x.ids, y.ids
     left = left[None] if left.ndim == 1 else left
     right = right[:, None] if right.ndim == 1 else right
+    r.need(left.shape[-1] == right.shape[-2], "multiplies rows and columns of other lengths")
     outer = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     shape = (*outer, left.shape[-2], right.shape[-1], left.shape[-1])
     if math.prod(shape) > 1 << 25:
@@ -458,6 +459,11 @@ def _largest(r: R, x: RealTensor, groups: NDArray[Any]) -> Affine:
     return parts[0]
 
 
+def _axis(r: R, axis: int, rank: int) -> int:
+    r.need(-rank <= axis < rank, "has no such dimension")
+    return axis % rank
+
+
 def _reduce(r: R, a: Operand, axes: Operand = None) -> RealTensor:
     assert r.node is not None
     x, kind = r.real(a), r.node.kind
@@ -466,7 +472,7 @@ def _reduce(r: R, a: Operand, axes: Operand = None) -> RealTensor:
         return x
     rank = len(x.shape)
     r.need(rank > 0, "has no dimension")
-    over = sorted({int(d) % rank for d in given or range(rank)})
+    over = sorted({_axis(r, int(d), rank) for d in given or range(rank)})
     kept = [d for d in range(rank) if d not in over]
     sizes = [x.shape[d] for d in kept]
     groups = x.ids.transpose(*kept, *over).reshape(math.prod(sizes), -1)
@@ -520,7 +526,7 @@ class Scaled:
 
 def _softmax(r: R, a: Operand) -> RealTensor:
     x = r.real(a)
-    axis = int(r.attribute("axis", -1 if r.file.opset >= 13 else 1)) % len(x.shape)
+    axis = _axis(r, int(r.attribute("axis", -1 if r.file.opset >= 13 else 1)), len(x.shape))
     ids = np.moveaxis(x.ids, axis, -1)
     r.need(r.file.opset >= 13 or axis == len(x.shape) - 1, "is over several dimensions")
     n = x.shape[axis]

@@ -393,11 +393,12 @@ def _hidden(
     file: OnnxFile, network: QueryNetwork, variable: QueryVariable, values: Mapping[str, Any]
 ) -> str:
     """Return the tensor of a hidden variable: of this name, or the first output of the node."""
-    named = {node.name: node.outputs[0] for node in file.nodes if node.name}
-    for name in (variable.node or "", named.get(variable.node or "", "")):
-        if name in values:
-            return name
-    raise _unlike(file, network, f"no node {variable.node!r}")
+    asked = variable.node or ""
+    of_nodes = {node.outputs[0] for node in file.nodes if node.name == asked and asked}
+    found = values.keys() & {asked, *of_nodes}
+    if len(found) == 1:
+        return found.pop()
+    raise _unlike(file, network, f"{'two nodes or tensors' if found else 'no node'} {asked!r}")
 
 
 def paired(

@@ -183,7 +183,7 @@ class _Reader:
 
     source: SourceFile
     equals: ClassVar[tuple[str, ...]] = ("==",)
-    number: ClassVar[re.Pattern[str]] = re.compile(r"-?\d+(\.\d+)?")
+    number: ClassVar[re.Pattern[str]] = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
 
     def wrong(self, part: _Token | _Form, what: str, help: str | None = None) -> Refusal:
         return _wrong(self.source, Span(part.start, part.end), what, help)
@@ -275,7 +275,7 @@ def _sum(one: Polynomial, two: Polynomial, sign: Fraction) -> Polynomial:
 # --- version 2 ------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_DIGITS = re.compile(r"\d{1,9}")
+_DIGITS = re.compile(r"\d{1,9}", re.ASCII)
 _RELATED = ("equal-to", "isomorphic-to")
 
 
@@ -355,6 +355,8 @@ class _Second(_Reader):
             raise self.wrong(form, "the declaration has text after the shape")
         elif kind == "hidden":
             raise self.wrong(form, "a hidden variable names its node, in quotation marks")
+        if 0 in sizes:
+            raise self.wrong(form, "the variable has no element", "leave the variable out")
         if prod(sizes) > _MOST_ELEMENTS:
             raise self.wrong(form, f"the variable has more than {_MOST_ELEMENTS} elements")
         if name in self.known:
@@ -418,7 +420,7 @@ def _refuse_unlike(
 
 # --- version 1 ------------------------------------------------------------------------------------
 
-_PLAIN = re.compile(r"([XY])_(0|[1-9]\d{0,7})")
+_PLAIN = re.compile(r"([XY])_(0|[1-9]\d{0,7})", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -426,7 +428,9 @@ class _First(_Reader):
     """A query of version 1.0: one network with input elements X_i and output elements Y_j."""
 
     equals: ClassVar[tuple[str, ...]] = ("=", "==")
-    number: ClassVar[re.Pattern[str]] = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+    number: ClassVar[re.Pattern[str]] = re.compile(
+        r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII
+    )
     known: dict[str, dict[int, _Token | _Form]] = field(default_factory=lambda: {"X": {}, "Y": {}})
 
     def query(self, forms: Sequence[_Token | _Form]) -> Query:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from kcdsl.model.graph import View
-from kcdsl.model.lowering.drafts import LEAVES
 from kcdsl.model.lowering.evaluate import POINTWISE
 from kcdsl.model.lowering.state import MASKED, Arguments, Lowering, Plain, Ref, Varied, plain_mask
 
 Handler = Callable[[Lowering, Arguments], Any]
 HANDLERS: dict[str, Handler] = {}
+_KNOWN = frozenset({"param", "constant"})
+"""Nodes whose values are known: the biases of linears, and the weights and biases of norms."""
 
 
 def _handles(*names: str) -> Callable[[Handler], Handler]:
@@ -433,7 +434,7 @@ def _var(s: Lowering, a: Arguments) -> Any:
 def _linear(s: Lowering, a: Arguments) -> Any:
     """Return a linear, or a plain product where the weight or the bias is no parameter."""
     weight, bias = s.ref(a["weight"]), None if a["bias"] is None else s.ref(a["bias"])
-    if _is_param(s, weight) and (bias is None or s.drafts.nodes[bias.name].op in LEAVES):
+    if _is_param(s, weight) and (bias is None or s.drafts.nodes[bias.name].op in _KNOWN):
         return s.emit(
             "linear", [a["input"], weight, *([] if bias is None else [bias])], s.out_shape
         )
@@ -480,7 +481,7 @@ def multiplied(s: Lowering, x: Ref, y: Ref) -> Ref:
 def _addmm(s: Lowering, a: Arguments) -> Any:
     s.need(s.number(a["alpha"]) == 1 and s.number(a["beta"]) == 1, "addmm with factors")
     bias, x, y = (s.ref(a[name]) for name in ("self", "mat1", "mat2"))
-    weight, leaf = transposed_parameter(s, y), s.drafts.nodes[bias.name].op in LEAVES
+    weight, leaf = transposed_parameter(s, y), s.drafts.nodes[bias.name].op in _KNOWN
     if weight is not None and bias.shape == y.shape[1:] and leaf:
         return s.emit("linear", [x, weight, bias], s.out_shape)
     return _product(s, x, y, bias)
@@ -541,7 +542,7 @@ def _norm(s: Lowering, op: str, a: Arguments, affine: list[Any]) -> Ref:
         s.need(s.formats == ("float32",), "without eps: it would depend on the format")
         eps = float(np.finfo(np.float32).eps)
     known = [s.ref(part) for part in affine]
-    leaf = all(s.drafts.nodes[s.drafts.before_casts(part.name)].op in LEAVES for part in known)
+    leaf = all(s.drafts.nodes[s.drafts.before_casts(part.name)].op in _KNOWN for part in known)
     s.need(leaf, "a weight or bias that is computed")
     s.need(s.format_of(x) == s.out_format, "a weight of another type than the input")
     return s.emit(op, [x, *known], x.shape, eps=float(eps))

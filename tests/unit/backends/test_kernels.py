@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kcdsl.api.backends import choose_device
 from kcdsl.diagnostics import Refusal
 from kcdsl.diagnostics.codes import (
     KERNEL_FAILED,
@@ -304,6 +305,13 @@ def test_kernel_that_cannot_run_here_is_refused(tiny: Model) -> None:
     if not torch.cuda.is_available():
         with refused(NO_DEVICE, "no CUDA device"):
             load_kernel(kernel("torch.eager"), tiny, "cuda")
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_cuda_devices_are_named(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with refused(NO_DEVICE, "CUDA_VISIBLE_DEVICES hides every CUDA device"):
+        choose_device("cuda")
 
 
 def test_overflowing_weight_is_refused(tiny: Model, tmp_path: Path) -> None:

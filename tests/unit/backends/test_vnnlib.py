@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import stat
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,8 @@ from kcdsl_backends.attack import attack
 from kcdsl_backends.certifier.statements.problems import ProblemFactory
 from kcdsl_backends.vnnlib import QUERIES
 from kcdsl_backends.vnnlib.export import case_files
-from kcdsl_backends.vnnlib.query import parse_query, written
+from kcdsl_backends.vnnlib.program import NetworkProgram, ProgramBlock, TooLarge
+from kcdsl_backends.vnnlib.query import QueryComparison, parse_query, written
 from kcdsl_backends.vnnlib.verify import OLDEST_OPSET
 from tests.support.networks import box, declared, model_of, moved, perceptron, saved
 from tests.support.random_modules import model_of as kernels_of
@@ -45,6 +48,11 @@ FIRST = """; version 1
 (declare-const Y_0 Real) (declare-const Y_1 Real)
 (assert (>= X_0 -1e0)) (assert (<= X_0 1.0)) (assert (>= X_1 -1)) (assert (<= X_1 1))
 """
+
+
+def one_network(declarations: str) -> str:
+    """Return a query about a network with these declarations."""
+    return START + f"(declare-network N {declarations})(assert (<= 0.0 1.0))"
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +227,30 @@ def test_zero_time_limit_times_out(tmp_path: Path, networks: dict[str, Path]) ->
         (ONE.replace("[1,2]", "[1,99999999]"), "more than"),
         (PAIR.replace("isomorphic-to N", "isomorphic-to K"), "no network before"),
         (FIRST + "(assert (<= X_7 1))", "neither a number nor declared"),
+        (FIRST + "(assert (<= X_0 \u0661))", "neither a number nor declared"),
+        (ONE + "(assert (<= X[0,0] \u0661.0))", "neither a number"),
+        (ONE + "(assert (<= X[0,\u0661] 1.0))", "counts in brackets"),
+        (ONE + "(assert (<= X[0,] 1.0))", "counts in brackets"),
+        (ONE + "(assert x)", "expected a comparison"),
+        (ONE + "(assert ())", "expected a comparison"),
+        (ONE + "(assert)", "has one operand"),
+        (ONE + "(assert (<= (/ X[0,0] 2.0) 1.0))", "'/' is no operation"),
+        (ONE + "(assert (<= (+) 1.0))", "'\\+' is no operation"),
+        (START + declared("N", "X", "Y", 2, 2), "no network, or no assertion"),
+        (START + 2 * declared("N", "X", "Y", 2, 2), "two networks N"),
+        (
+            one_network("(declare-output Y real [1]) (declare-input X real [1])"),
+            "inputs come first",
+        ),
+        (one_network("(declare-input X real [1])"), "no input, or no output"),
+        (
+            one_network("(declare-input X real [1] X) (declare-output Y real [1])"),
+            "after the shape",
+        ),
+        (one_network("(declare-input X real [1]) (declare-output X real [1])"), "two variables X"),
+        (one_network("(declare-input X real) (declare-output Y real [1])"), "counts in brackets"),
+        (one_network("(declare-input X real [-1]) (declare-output Y real [1])"), "counts in"),
+        (one_network("(declare-input X real [0]) (declare-output Y real [1])"), "has no element"),
         ("", "no X, no Y"),
         ('"', "no partner"),
     ],
@@ -253,6 +285,77 @@ def test_networks_that_differ_from_the_query_are_refused(
         answer(tmp_path, PAIR + "(assert (< Y[0,0] 0.0))", {"N": networks["N"], "M": other})
     with pytest.raises(Refusal, match="of FLOAT, not float64"):
         answer(tmp_path, text.replace("float32", "float64"), {"N": networks["N"]})
+
+
+WIDE = {"w": np.ones((2, 6000), np.float32), "v": np.ones((1, 6000), np.float32),
+        "shape": np.asarray([1, 1, 6000]), "k": np.ones((6000, 1, 1), np.float32)}  # fmt: skip
+HIDDEN = [helper.make_node("Relu", ["x"], ["h"], "a"), helper.make_node("Neg", ["h"], ["y"], "h")]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hidden", "message"),
+    [
+        (["h = MatMul (x, v)"], "", "MatMul of node h multiplies rows and columns of other"),
+        (["h = Reshape (x, shape)"], "", "Reshape of node h fails"),
+        (["h = Softmax <axis = 2> (x)"], "", "Softmax of node h has no such dimension"),
+        (["h = ReduceSum (x, shape)"], "", "ReduceSum of node h has no such dimension"),
+        (
+            ["h = MatMul (x, w)", "t = Transpose (h)", "y = MatMul (t, v)"],
+            "",
+            "MatMul of node y has more coefficients than are followed",
+        ),
+        (
+            ["h = MatMul (x, w)", "t = Reshape (h, shape)", "y = Conv (t, k)"],
+            "",
+            "Conv of node y has more coefficients than are followed",
+        ),
+        (["y = Concat <axis = 1> (x, x)"], "", r"the tensor y \[1, 4\], not \[1, 2\]"),
+        (HIDDEN, '(declare-hidden H float32 [1,2] "other")', "no node 'other'"),
+        (HIDDEN, '(declare-hidden H float32 [2,2] "a")', r"the tensor h \[1, 2\], not \[2, 2\]"),
+        (HIDDEN, '(declare-hidden H float32 [1,2] "h")', "two nodes or tensors 'h'"),
+    ],
+)
+def test_networks_that_cannot_be_followed_are_refused(
+    tmp_path: Path, nodes: list[Any], hidden: str, message: str
+) -> None:
+    made = [onnx.parser.parse_node(n) if isinstance(n, str) else n for n in nodes]
+    held = [numpy_helper.from_array(value, name) for name, value in WIDE.items()]
+    if made[-1].output[0] != "y":
+        made.append(helper.make_node("Relu", [made[-1].output[0]], ["y"]))
+    file = saved(model_of(made, held, [1, 2], [1, 2]), tmp_path / "N.onnx")
+    text = one_network(f"(declare-input X float32 [1,2]) {hidden} (declare-output Y float32 [1,2])")
+    with pytest.raises(Refusal, match=message):
+        answer(tmp_path, text, {"N": file})
+
+
+def test_outputs_of_another_number_are_refused(tmp_path: Path, networks: dict[str, Path]) -> None:
+    text = FIRST.replace("(declare-const Y_1 Real)", "") + "(assert (<= Y_0 0))"
+    with pytest.raises(Refusal, match="2 outputs, not 1"):
+        answer(tmp_path, text, {"N": networks["N"]})
+
+
+def test_numbers_without_a_decimal_are_not_written() -> None:
+    third = QueryComparison({(): Fraction(1, 3)}, "<=")
+    query = parse_query(SourceFile("query.vnnlib", ONE + "(assert (<= 0.0 1.0))"))
+    with pytest.raises(ValueError, match="-1/3 is no decimal"):
+        written(replace(query, formula=third))
+
+
+def test_coefficients_beyond_what_is_followed_are_not_multiplied() -> None:
+    program = NetworkProgram([ProgramBlock("input", 1)])
+    with pytest.raises(TooLarge):
+        program.linear(program.whole(0), SimpleNamespace(nnz=2**25 + 1))
+
+
+@pytest.mark.parametrize("command", ["", "'", " "])
+def test_a_solver_is_a_command(
+    tmp_path: Path, networks: dict[str, Path], command: str, cli: Cli
+) -> None:
+    path = tmp_path / "query.vnnlib"
+    path.write_text(ONE + "(assert (< Y[0,0] 0.0))", encoding="utf-8")
+    network = f"N={networks['N']}"
+    ran = cli("vnnlib", "verify", str(path), "--network", network, "--solver", command)
+    assert (ran.code, "is no command" in ran.stderr) == (2, True)
 
 
 def test_input_without_bounds(tmp_path: Path, networks: dict[str, Path]) -> None:

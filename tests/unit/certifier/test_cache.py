@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kcdsl.verdict.outcome import CaseOutcome
 from kcdsl_backends.certifier import cache as module
+from kcdsl_backends.certifier.bounds import CaseBound
 from kcdsl_backends.certifier.cache import (
     DAMAGE,
     Cache,
@@ -25,6 +28,11 @@ from kcdsl_backends.certifier.cache import (
     rules_version,
     sources_digest,
 )
+from kcdsl_backends.certifier.composition import _stage_of
+from kcdsl_backends.certifier.stages import BoundedStage, StageOutput
+from kcdsl_backends.certifier.tasks import refuse_inconsistent
+from kcdsl_backends.drift.boxes import Box
+from kcdsl_backends.drift.boxes.state import InterfaceEllipsoids
 
 KEY = key_of({"a": 1})
 PLAIN = st.recursive(
@@ -155,6 +163,54 @@ def test_unwritable_folder_is_not_an_error(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "file")
     assert not cache.write(KEY, 1)
     assert cache.read(KEY)[1] is None
+
+
+@pytest.mark.parametrize("text", ["0.5", "1e3", "NaN", "Infinity"])
+def test_entry_has_no_decimal_numbers(tmp_path: Path, text: str) -> None:
+    """They are written in hexadecimal, and would be rounded."""
+    cache = Cache(tmp_path)
+    cache.write(KEY, 1)
+    path = cache.path(KEY)
+    path.write_bytes(path.read_bytes().replace(b'"value":1', f'"value":{text}'.encode()))
+    assert cache.read(KEY) == (Lookup.DAMAGED, None)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "claim", "stated", "why"),
+    [
+        ({}, 2.0, {"claim": (2.0).hex()}, "claims something else"),
+        ({}, 1.0, {"claim": (2.0).hex()}, "claims something else"),
+        ({}, 1, {"claim": (1.0).hex()}, "claims something else"),
+        ({"bound": math.nan}, math.nan, {"claim": math.nan.hex()}, "claims something else"),
+        ({}, 1.0, {"claim": (1.0).hex(), "chance": {"alpha": "0.1"}}, "leaves something else"),
+        ({"alpha": "0.1"}, 1.0, {"claim": (1.0).hex()}, "leaves something else"),
+        ({"stable": True, "bound": math.inf}, 1.0, None, "a bound without a proof"),
+    ],
+)
+def test_bound_that_disagrees_with_its_proof_is_damage(
+    outcome: dict[str, Any], claim: Any, stated: Any, why: str
+) -> None:
+    bounded = CaseBound(CaseOutcome(**{"name": "a", "length": 1, "bound": 1.0, **outcome}))
+    goal: Any = SimpleNamespace(functional="inf")
+    with pytest.raises(ValueError, match=why):
+        refuse_inconsistent(goal, bounded, claim, stated)
+
+
+@pytest.mark.parametrize("stored", [None, (2, 3)])
+def test_stage_of_another_shape_is_damage(stored: tuple[int, int] | None) -> None:
+    graph: Any = SimpleNamespace(output="y", node=lambda name: SimpleNamespace(shape=(1, 3)))
+    zero = torch.zeros(1, 3, dtype=torch.float64)
+    box = Box(zero, zero)
+    held = None if stored is None else InterfaceEllipsoids(torch.zeros(stored), torch.zeros(stored))
+    stage = BoundedStage(1.0, StageOutput(box, box, held), {})
+    device = torch.device("cpu")
+    if held is None:
+        assert _stage_of(encode(stage), graph, device).claim == 1.0
+        with pytest.raises(TypeError, match="not a stage"):
+            _stage_of(encode(stage.output), graph, device)
+        stage = replace(stage, output=StageOutput(box, Box(zero[0], zero[0])))
+    with pytest.raises(ValueError, match="not a stage" if held is None else "other ellipsoids"):
+        _stage_of(encode(stage), graph, device)
 
 
 def test_different_inputs_have_different_keys() -> None:

@@ -208,6 +208,17 @@ def test_unread_positions_are_refused(monkeypatch: Any) -> None:
     assert max(model.asked) < 8192
 
 
+def test_block_without_a_graph_of_the_longest_rows_is_refused(monkeypatch: Any) -> None:
+    def build(rows: int) -> Any:
+        if rows > 3:
+            raise refuse(codes.SEQUENCE, "the mask has 3 rows", help="ask for fewer")
+        return rows_of(rows)[0]
+
+    model: Any = exported(build, monkeypatch)
+    with pytest.raises(Refusal, match="no graph of 40 rows: the mask has 3 rows"):
+        lengths.sequence_graph(model, "block", 40, ("float32",))
+
+
 @pytest.mark.parametrize(("most", "seen"), [(None, 8192), (64, 64)])
 def test_block_without_positions_covers_any_number_of_rows(
     most: int | None, seen: int, monkeypatch: Any

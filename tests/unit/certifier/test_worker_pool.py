@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kcdsl.diagnostics import Refusal, codes
+from kcdsl.model.files import CHECKPOINT
 from kcdsl.model.loader import load_model
 from kcdsl.route.catalogue import Execution
 from kcdsl_backends.certifier import worker_pool
@@ -150,8 +155,6 @@ def test_crashed_worker_loses_only_its_task(context: WorkerContext, tmp_path: Pa
 @pytest.mark.full
 def test_workers_with_another_program_refuse_to_start(context: WorkerContext) -> None:
     """A worker with other rules or weights does not start."""
-    from dataclasses import replace
-
     for changed, words in (
         (replace(context.setting, rules="0" * 64), "the program"),
         (replace(context.setting, checkpoint="0" * 64), "the checkpoint"),
@@ -162,6 +165,42 @@ def test_workers_with_another_program_refuse_to_start(context: WorkerContext) ->
         (found,) = refused.value.diagnostics
         assert found.code == codes.CHANGED_MEANWHILE
         assert found.message.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rules": "0" * 64}, "the program"),
+        ({"checkpoint": "0" * 64}, "the checkpoint"),
+        ({"loaded": {CHECKPOINT: "0" * 64}}, CHECKPOINT),
+    ],
+)
+def test_worker_with_other_files_is_refused(
+    context: WorkerContext, changed: dict[str, object], words: str
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        open_context(replace(context.setting, **changed), context.factory.model)  # type: ignore
+    (found,) = refused.value.diagnostics
+    assert found.code == codes.CHANGED_MEANWHILE
+    assert found.message.startswith(words)
+
+
+@pytest.mark.parametrize(
+    "answer", [TaskResult(Unfinished("it was slow"), 0.0, 0), BrokenExecutor("it ended")]
+)
+def test_a_first_worker_that_does_not_load_the_model_is_an_error(
+    context: WorkerContext, monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    done: Future[object] = Future()
+    if isinstance(answer, BrokenExecutor):
+        done.set_exception(answer)
+    else:
+        done.set_result(answer)
+    executor: Any = SimpleNamespace(submit=lambda *_: done)
+    pool = WorkerPool(context, Execution(jobs=2))
+    monkeypatch.setattr(pool, "_answer", lambda result: result)
+    with pytest.raises(WorkersDoNotStart, match=r"did not load the model: it was slow|jobs 1"):
+        pool._check_start(executor)
 
 
 @pytest.mark.full

@@ -284,6 +284,9 @@ def test_example_requests_are_found_if_any_exist() -> None:
 
 
 def test_undecided_totality_is_reported() -> None:
+    for value in ("x", True):
+        with pytest.raises(Undecided):
+            find_case(FieldTest("a", "<", value))
     with pytest.raises(Undecided):
         find_case(AnyOf((FieldTest("a", "==", "x"), FieldTest("a", "==", Fraction(1)))))
     with pytest.raises(Undecided):

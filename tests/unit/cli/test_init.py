@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from kcdsl.check.compile import load_program
+from kcdsl.diagnostics import Refusal
 from kcdsl.draft.clauses import DraftEvidence, DraftPurpose, clauses_for
 from kcdsl.draft.quantisation import serving_kernel, stored_kernel
+from kcdsl.draft.rows import json_rows
 from kcdsl.ir.terms import KernelRef, ModelRef
 from kcdsl.model.loader import load_model
 from kcdsl.model.presets import resolve
@@ -33,6 +35,15 @@ TINY: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("line", [b'{"id"', b"\xff", b"[" * 100_000, b"1" * 5000])
+def test_rows_that_are_no_objects_are_refused(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"tokens": [1]}\n' + line)
+    with pytest.raises(Refusal, match=r"rows.jsonl, line 2: ") as refused:
+        json_rows(path)
+    assert refused.value.diagnostics[0].help
 
 
 def accepted(cli: Any, contract: Path) -> None:

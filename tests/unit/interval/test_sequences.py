@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 
 from kcdsl_backends.certifier.statements.problems import BlockProblem
 from kcdsl_backends.certifier.statements.sequences import FixedLength, row_axes
-from kcdsl_backends.drift.boxes import NoBound
+from kcdsl_backends.drift.boxes import Box, NoBound
+from kcdsl_backends.drift.boxes.state import Entering
 from kcdsl_backends.drift.linear_bounds import linear_walk
 from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.recheck.documents.document import parse
@@ -485,3 +487,6 @@ def test_other_domains_refuse_any_length() -> None:
         BlockProblem(problem.graph, *sides).forms(centre, radius)
     with pytest.raises(NoBound, match="not one row"):
         problem.bound(centre.expand(2, 8), radius)
+    moved = Entering(Box(0 * centre, 0 * centre))
+    with pytest.raises(NoBound, match="states that drift have one length"):
+        replace(problem, entering=moved).bound(centre, radius)

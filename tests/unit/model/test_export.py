@@ -365,6 +365,19 @@ def test_unsupported_operation_is_refused_by_name(name: str) -> None:
         block_graph(wrap(Apply(function)), "part", 3)
 
 
+class OwnBias(nn.Linear):
+    """A linear whose bias is its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return W x + x."""
+        return F.linear(input, self.weight, input)
+
+
+def test_the_input_is_no_bias_of_a_linear() -> None:
+    with refused("what is added to the product is not one row"):
+        block_graph(wrap(OwnBias(4, 4)), "part", 3)
+
+
 def test_refusal_names_the_calling_module() -> None:
     part = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
     with refused("aten::softplus in 1 (Softplus)"):

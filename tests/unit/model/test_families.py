@@ -196,6 +196,16 @@ def test_other_program_with_equal_weights_is_refused(attribute: str, value: floa
     assert refusal.value.diagnostics[0].code == MODEL_CONFIG
 
 
+def test_program_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, raw = build("llama")
+    found: dict[str, Any] = {"missing_keys": {"model.layers.0.self_attn.q_norm.weight"}}
+    monkeypatch.setattr(
+        "kcdsl_backends.comparison.with_weights", lambda empty, tensors: (empty, found)
+    )
+    with pytest.raises(Refusal, match=r"transformers has other weights: .*q_norm\.weight"):
+        compare("llama", module, raw, ROWS)
+
+
 def test_missing_comparison_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     module, raw = build("llama")
     assert "no rows" in compare("llama", module, raw, ())

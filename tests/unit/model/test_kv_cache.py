@@ -166,6 +166,8 @@ def test_cache_is_named_by_the_linear_that_computes_keys() -> None:
     x = torch.ones(3, 4, dtype=torch.float64)
     with pytest.raises(NoBound, match="no static scale is given for the values"):
         shop_of(attention, one).problem("part", (0, 1, 2)).bound(x, POINT)
+    with pytest.raises(Overflowed, match="no static scale is given for the values"):
+        shop_of(attention, one).problem("part", (0, 1, 2)).simulators()[1].run(x, {})
     many = static("int8", [0.5, 0.5], 0.5)
     with pytest.raises(NoBound, match="2 static scales are given"):
         shop_of(attention, many).problem("part", (0, 1, 2)).bound(x, POINT)

@@ -51,6 +51,11 @@ def test_special_file_receives_the_data_and_is_kept(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+def test_full_device_is_refused() -> None:
+    with pytest.raises(Refusal, match="/dev/full cannot be written: No space left"):
+        write_bytes(Path("/dev/full"), b"data")
+
+
 def test_folder_as_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="is a folder"):
         write_bytes(tmp_path, b"one")

@@ -16,7 +16,7 @@ import pytest
 from docs.site.report_picture import draw
 from kcdsl.exits import Exit
 from kcdsl.verdict.html import page
-from kcdsl.verdict.model import InvalidEvidence, Violated
+from kcdsl.verdict.model import InvalidEvidence, Violated, worst
 from kcdsl.verdict.quantities import quantity
 from kcdsl.verdict.report import Report
 from kcdsl.verdict.result import Certified, MeasuredPercentiles, NoiseFloor, ResultContext
@@ -195,3 +195,9 @@ def test_values_near_their_threshold_are_printed_distinguishably() -> None:
     assert "99.9985%" in text
     assert "100%" not in text
     assert "99.9985% instead of &gt;= 99.999%" in page(json.loads(report(row).dumps()))
+
+
+def test_unknown_verdicts_have_no_worst() -> None:
+    assert worst(()) == "invalid_evidence"
+    with pytest.raises(ValueError, match="no verdict: passed"):
+        worst(("held", "passed"))

@@ -423,8 +423,6 @@ class StoredParameters:
         return self._held(node, *self._key(node, "linear" if node.op == "param" else "plain"))
 
     def _held(self, node: Node, op: str, name: str, use: str) -> Tensor:
-        if node.op not in ("param", "constant"):
-            raise NoBound(node.name, f"{node.op} stands where a parameter or a constant must")
         key = op, name, use
         if key not in self._cache:
             if node.op == "param":
@@ -455,6 +453,8 @@ class StoredParameters:
 
     @staticmethod
     def _key(node: Node, use: str) -> tuple[str, str, str]:
+        if node.op not in ("param", "constant"):
+            raise NoBound(node.name, f"{node.op} stands where a parameter or a constant must")
         return node.op, str(node.attrs["key"]), node.format or use
 
 

@@ -133,7 +133,7 @@ def affine_context(run: KernelRun, node: Node) -> None:
     p, v = run.operand(node, 0), run.operand(node, 1)
     keys = p.reference.shape[-1]
     steps = keys + 2 * run.rounding.numerics.attention.tiles(keys) + 4
-    result = affine_product(run, p, v, steps, 2)
+    result = affine_product(run, node, p, v, steps, 2)
     second = p.error_bound @ v.error_bound * SAFE
     cases = _in_cases(run, p, v, result.internal)
     tight = bool((run.tape.radius > 0).any())

@@ -71,7 +71,7 @@ def affine_matmul(run: KernelRun, node: Node) -> None:
         by_norms = _sharpened(run, node, query, key)
     if by_norms is not None:
         second = torch.minimum(second, by_norms)
-    result = affine_product(run, a, b, a.reference.shape[-1], before)
+    result = affine_product(run, node, a, b, a.reference.shape[-1], before)
     internal, parts = (result.internal + second) * SAFE, result.roundings
     parts = None if parts is None else parts.with_sure(second)
     one_row = row_of_keys(run, a, key_maps(run, node) if scores else None, b.reference)
@@ -114,10 +114,12 @@ def tighten_product(
         tighten_error(run, node, index, matters, floors)
 
 
-def affine_product(run: KernelRun, a: Operand, b: Operand, steps: int, before: int) -> Result:
+def affine_product(
+    run: KernelRun, node: Node, a: Operand, b: Operand, steps: int, before: int
+) -> Result:
     """Return a @ b without its remainder of second order."""
     if a.reference.shape[:-2] != b.reference.shape[:-2]:
-        raise NoBound(run.graph.output, "a product of matrices that broadcasts")
+        raise NoBound(node.name, f"{node.op} of shapes that broadcast")
     p, q, terms = a.reference, b.reference, a.reference.shape[-1]
     reference = p @ q
     linear = (a.error_bound @ q.abs() + p.abs() @ b.error_bound) * SAFE
