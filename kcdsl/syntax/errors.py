@@ -111,7 +111,7 @@ def _explain(error: UnexpectedInput, text: str) -> tuple[int, int, str, Advice |
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do about a mistake: a sentence, and the change that it means if there is only one."""
+    """The way out of a mistake: a sentence, and the change that it means if there is only one."""
 
     text: str
     instead: str | None = None
