@@ -99,10 +99,9 @@ class BallRun(kernels.Run):
         values = each(lambda v: v.exp(), balls(self.step(x)))
         return self.wobble(values, self.inner, 2 * ulps)
 
-    def softmax(self, scores: Any, mask: np.ndarray) -> Balls:
+    def softmax(self, scores: Any, mask: np.ndarray, form: str) -> Balls:
         scores = balls(scores)
         found = np.full(scores.shape, numbers.ZERO, dtype=object)
-        form = self.numerics["attention"]["probabilities"]
         for row in np.ndindex(*scores.shape[:-1]):
             columns = np.flatnonzero(mask[row])
             s = scores[(*row, columns)]
