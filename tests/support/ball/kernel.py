@@ -59,7 +59,8 @@ class Kernel:
         return bool(self.record["attention"]["style"] == "fused")
 
     def target(self, role: str) -> str:
-        return str(self.record["attention"]["scores"] if role == "scores" else self.compute)
+        own = role in ("scores", "probabilities")
+        return str(self.record["attention"][role] if own else self.compute)
 
     def tiles(self, n: int) -> int:
         return -(-n // int(self.record["attention"]["tile"])) if self.fused else 1

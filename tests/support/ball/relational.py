@@ -363,8 +363,9 @@ class Page:
                 np.put_along_axis(ends[part][0][row], columns, box.lo, 0)
                 np.put_along_axis(ends[part][1][row], columns, box.hi, 0)
             n = int(s.t.lo.shape[-1])
-            by_t[where] = softmax_rounding(self.kernels[0], t, h_t[where], star.t.hi, n)
-            by_i[where] = softmax_rounding(self.kernels[1], i, h_i[where], star.i.hi, n)
+            formats = [kernel.target(node["role"]) for kernel in self.kernels]
+            by_t[where] = softmax_rounding(self.kernels[0], formats[0], t, h_t[where], star.t.hi, n)
+            by_i[where] = softmax_rounding(self.kernels[1], formats[1], i, h_i[where], star.i.hi, n)
         star = State(Box(*ends["t"]), Box(*ends["i"]), Box(*ends["d"]))
         apart = [
             p.hi - p.lo + b if kernel.free and self.readings[node["name"]] > 1 else zero

@@ -48,8 +48,7 @@ def _extreme(low: arb, high: arb, t: arb, sign: int) -> arb:
     return ends
 
 
-def softmax_rounding(kernel: Kernel, s: Box, apart: Balls, high: Balls, n: int) -> Balls:
-    form = kernel.record["attention"]["probabilities"]
+def softmax_rounding(kernel: Kernel, form: str, s: Box, apart: Balls, high: Balls, n: int) -> Balls:
     u, (u_p, eta_p) = kernel.u_f, kernel.cast(form)
     spread = max_of(s.hi) - min_of(s.lo)
     a = u * (spread + 2 * max_of(s.mag)) if kernel.fused else u * spread
