@@ -255,7 +255,8 @@ def _recorded_factory(target: str, config: dict[str, Any], files: Artefacts) -> 
     if source is not None:
         files.record(name, file_digest(source))
     own_code.record_imports(imported, source, files.base)
-    module = _from_factory(target, config, files.base)
+    with own_code.importing(files.base):
+        module = _from_factory(target, config, files.base)
     if source is not None:
         files.record(name, file_digest(source))
         files.record(name, own_code.compiled_digest(source) or file_digest(source))

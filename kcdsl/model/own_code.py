@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import invalidate_caches
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -107,9 +108,9 @@ def record_imports(name: str, source: Path | None, base: Path) -> None:
     them.
 
     Own modules are those below the contract's folder `base`, a folder of PYTHONPATH, or the folder
-    of the outermost package; of an installed package, the package. Unload modules that changed
-    since their import, modules of other contracts, and packages in the contract's folder that were
-    imported elsewhere: the content of their files at import is unknown.
+    of the outermost package; of an installed package, the package; and see `importing`. Unload
+    modules that changed since their import, modules of other contracts, and packages in the
+    contract's folder that were imported elsewhere: the content of their files at import is unknown.
     """
     roots = _FINDER.roots.setdefault(base.resolve(), {base.resolve(), Path(os.path.abspath(base))})
     roots.update(_added_folders())
@@ -132,6 +133,22 @@ def record_imports(name: str, source: Path | None, base: Path) -> None:
         if same_package and places[1] not in loaded and _is_below(places, (base.resolve(),)):
             del sys.modules[module]
     invalidate_caches()
+
+
+@contextmanager
+def importing(base: Path) -> Iterator[None]:
+    """Count the files that are imported in this context as the contract's own, wherever its code
+    found them, for example in a folder that it added to `sys.path`; not those of Python and of
+    installed packages."""
+    before = set(sys.modules)
+    yield
+    _FINDER.roots[base.resolve()].update(
+        places[1]
+        for name, places in _modules()
+        if name not in before
+        and name.partition(".")[0] not in sys.stdlib_module_names
+        and not _INSTALLED & set(places[1].parts)
+    )
 
 
 def _added_folders() -> Iterator[Path]:

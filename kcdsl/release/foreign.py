@@ -1,8 +1,9 @@
 """Backends of other distributions: run in separate processes, with answers that are verified here.
 
 `Held` needs a case for every row of the slice, each with a bound that decides the goal, evidence
-of the kind that the clause demands, and a proof object about the clause that the independent
-checker derives again. `Violated` needs a run that breaks the clause again when it is repeated.
+of the kind that the clause demands, and a proof object that the independent checker derives again
+and whose graph and regions are those of the block. `Violated` needs a run that breaks the clause
+again when it is repeated.
 """
 
 from __future__ import annotations
@@ -320,13 +321,30 @@ def _unproved(program: Program, base: Path, outcome: GoalOutcome, device: str) -
             digests, sources = data_digests(program, files), slice_sources(program, files)
             count = Recount(sources, files.find, digests, folder, None)
             count.run((clause,))
+            return _about_others(program, base, outcome, device)
     except Rejected as error:
         return f"its proof does not show the clause: {error.detail} ({error.reason})"
     except (ValueError, RecursionError):
         return "its proof is no document"
     except Refusal as refusal:
         return f"its proof does not show the clause: {refusal.diagnostics[0].message}"
-    return None
+
+
+def _about_others(program: Program, base: Path, outcome: GoalOutcome, device: str) -> str | None:
+    """Return why a confirmed proof is not about the block on the regions of the rows; None where it
+    is. The checker derives the bound of the graph and the regions that the proof states."""
+    from kcdsl.release.transfer import other_subject  # needs numpy
+
+    assert outcome.proof is not None
+    own = next((s for s in catalogue() if not is_foreign(s) and s.domains), None)
+    if own is None or own.missing():
+        return "nothing is installed that computes the regions of its proof"
+    checkpoint = Artefacts.of(base).locate(program.model.checkpoint)
+    (cases,) = own.load().regions(
+        program, base, (outcome.goal,), checkpoint=checkpoint, device=device
+    )
+    other = other_subject(json.loads(outcome.proof), cases)
+    return None if other is None else f"its proof is about something else: {other}"
 
 
 def _unbroken(program: Program, base: Path, outcome: GoalOutcome, device: str) -> str | None:

@@ -126,16 +126,24 @@ def _implied(
 
 def _states(proof: Any, clause: CertifiedClause, regions: Regions) -> str | None:
     """Return why the inputs of a block differ from those of a proof; None where they are equal."""
-    proved = {case["name"]: case for case in proof["cases"]}
-    if all("ids" in case["region"] for case in proved.values()):
+    if all("ids" in case["region"] for case in proof["cases"]):
         return None
-    now = regions(clause.id)
+    return other_subject(proof, regions(clause.id))
+
+
+def other_subject(proof: Any, now: Sequence[TransferCase]) -> str | None:
+    """Return why a proof is not about these cases: other rows or graphs, or a region that exceeds
+    the proved one; None where it is. The weights of regions are not compared."""
+    proved = {case["name"]: case for case in proof["cases"]}
     if {case.name for case in now} != proved.keys():
         return "the slice has other rows"
     for case in now:
         if case.graph != proved[case.name]["graph"]:
             return f"{case.name}: the block has another graph"
-        outside = _outside(proved[case.name]["region"], case.region)
+        stated, own = (
+            {**one, "weights": None} for one in (proved[case.name]["region"], case.region)
+        )
+        outside = None if stated == own else _outside(stated, own)
         if outside is not None:
             return f"{case.name}: {outside}"
     return None

@@ -55,7 +55,7 @@ class Audit:
     """The result of an audit; the register is sound if `defects` is empty.
 
     `heads` are the compared signed heads, `unverified` counts certificates that no trusted key
-    signed. The first 100 defects are kept.
+    signed: without trusted keys, all. The first 100 defects are kept.
     """
 
     last: RegisterHead | None
@@ -285,6 +285,7 @@ def _bundle(
     if said != replace(stated, number=0):
         found.add("bundle/content", "the event says something else than its bundle", event.number)
     if trusted is None:
+        found.unverified += 1
         return
     by = {key.key.fingerprint for key in signers(envelope, trusted.keys)}
     known = {key.key.fingerprint for key in trusted.keys}

@@ -41,7 +41,7 @@ clauses:
     level: L2
 """
 FOREIGN = """\
-import json, os, pickle, sys, time
+import base64, json, os, pickle, sys, time
 from dataclasses import replace
 from pathlib import Path
 from kcdsl.ir.terms import EvidenceKind
@@ -69,6 +69,10 @@ def edited(found, change):
     document = json.loads(found.proof)
     change(document)
     return [replace(found, proof=json.dumps(document).encode())]
+
+def still(case):
+    centre = case["region"]["centre"]
+    centre["data"] = base64.b64encode(bytes(len(base64.b64decode(centre["data"])))).decode()
 
 class Mine:
     name = "mine"
@@ -135,6 +139,7 @@ WITH = {
     "lower claims": lambda found: edited(
         found[0], lambda d: [c.update(claim=(0.0).hex()) for c in d["cases"]]
     ),
+    "other states": lambda found: edited(found[0], lambda d: [still(c) for c in d["cases"]]),
     "another block": lambda found: edited(found[0], lambda d: d.update(block="mlp_0")),
     "lower bounds": lambda found: [
         replace(found[0], cases=tuple(replace(c, bound=0.0, attack=None) for c in found[0].cases))
@@ -242,6 +247,7 @@ def test_proof_of_a_chain_is_accepted(prepare: Callable[[str, str], Path], cli: 
         ("one case, said", "recount/rows-missing"),
         ("one case twice", "recount/case"),
         ("lower claims", "its proof is not confirmed"),
+        ("other states", "its proof is about something else: p0: a state"),
         ("another block", "proof/"),
         ("lower bounds", "proof/bound-not-confirmed"),
     ],

@@ -204,6 +204,21 @@ def test_every_way_to_import_a_file_is_recorded(
     assert (folder / "mark").read_text().split() == ["source"]
 
 
+def test_module_of_a_folder_that_the_code_adds_is_bound(
+    cli: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "far_away.py"
+    elsewhere.write_text("FACTOR = 1\n")
+    added = f"import sys; sys.path.insert(0, {str(elsewhere.parent)!r}); import far_away\n"
+    (folder / "own" / "net.py").write_text(added + NET)
+    try:
+        found = evaluated(cli, folder)
+    finally:
+        sys.path.remove(str(elsewhere.parent))
+        del sys.modules["far_away"]
+    assert found["module far_away"] == sha256(elsewhere)
+
+
 def test_code_digests_leave_out_the_module_that_the_contract_names(folder: Path) -> None:
     program, files = load_program(folder / "contract.yaml"), Artefacts.of(folder)
     load_model(program.model, files)

@@ -116,7 +116,8 @@ def _load(metric: UserMetric, declared: Declared | None, base: Path) -> UserFunc
     module_name, _, name = metric.function.rpartition(":")
     path = Path(declared.source.name)
     own_code.record_imports(module_name, path, base)
-    module = _import(metric, module_name, path, base)
+    with own_code.importing(base):
+        module = _import(metric, module_name, path, base)
     function = getattr(module, name, None)
     if not callable(function) or not hasattr(function, MARK):
         raise refuse(

@@ -116,7 +116,9 @@ def test_register_with_every_kind_of_event_is_valid(
     with Register.open(filled, clock=clock) as register:
         kinds = {event.kind.value for event in register.events()}
         audit = register.check(trusted=trusted(KEY_A))
+        without_keys = register.check()
     assert len(kinds) == 7
+    assert (without_keys.is_sound, without_keys.unverified) == (True, 4)
     assert (audit.is_sound, audit.certificates, audit.unverified) == (True, 4, 1)
     follows(audit.to_json())
 

@@ -392,6 +392,7 @@ def test_register_commands_end_to_end(
     document("mark", evaluated.identity, "--reason", "noisy host")
     with Register.open(folder / "own.db") as register:
         assert register.runs(trusted=True) == ()
+    run("check", "--threshold", "1", code=2)  # of no keys
     audit = document("check", "--head", "head.json", *trust)
     assert (audit["sound"], audit["heads"][0]["number"]) == (True, 4)
     assert document("upgrade")["head"]["number"] == 7

@@ -358,7 +358,8 @@ def _trusted(command: RegisterCommand) -> TrustPolicy | None:
     from kcdsl.release.signing import has_policy
 
     named = command.head or command.key or command.policy or command.revocations or has_policy()
-    return command.trust_for(Path()).rules if named else None
+    asked = named or command.threshold is not None
+    return command.trust_for(Path()).rules if asked else None
 
 
 _RUN: Mapping[RegisterAction, Callable[[RegisterCommand, str], Exit]] = {
