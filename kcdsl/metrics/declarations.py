@@ -104,7 +104,10 @@ class LiteralReader:
         )
         if found is None:
             return None
-        value = exact(repr(found))
+        try:
+            value = exact(repr(found))
+        except ValueError:  # an integer of very many digits
+            value = None
         if value is None:
             self._refuse(self._values[name], f"`{name}` is too large, too small or not finite")
         return value

@@ -16,6 +16,7 @@ from kcdsl.check.compile import Analysis
 from kcdsl.check.expressions.names import Function, Scope
 from kcdsl.check.expressions.sorts import counted_by, shown_unit
 from kcdsl.check.sections.structure import RawClause
+from kcdsl.diagnostics.render.terminal import one_line
 from kcdsl.diagnostics.spans import Span
 from kcdsl.ir import terms as ir
 from kcdsl.ir.formulas import walk
@@ -230,7 +231,7 @@ def describe_metric(metric: MetricDefinition) -> str:
     rows = [
         f"**{metric.name}**: `{sort} per {metric.counted}`",
         "",
-        _sentence(metric.summary) if metric.summary else "",
+        _sentence(one_line(metric.summary)) if metric.summary else "",
         "",
         f"- better: {metric.better}" + (", bounded through `abs(...)`" if metric.signed else ""),
         f"- dimension: {describe(metric.dimension)}",

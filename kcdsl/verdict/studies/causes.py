@@ -21,6 +21,8 @@ from kcdsl.ir.terms import Clause, Program
 from kcdsl.verdict.records import DocumentRecord, Record
 from kcdsl.verdict.report import deferred_name
 from kcdsl.verdict.studies.comparison import PairedRow, regression_text
+from kcdsl_certs.encoding.reals import parse_real
+from kcdsl_certs.encoding.rejected import Rejected
 from kcdsl_certs.statement import CertifiedClause, Verdict
 
 Factor = Literal["kernels", "checkpoint"]
@@ -254,8 +256,12 @@ def _admits(result: CertifiedClause, row: Mapping[str, Any]) -> bool:
     if result.verdict is not Verdict.PASSED or result.op != row["op"] or None in exact.values():
         return False
     bound = result.tau if result.bound is None else Fraction(result.bound)
-    return Fraction(exact["threshold"]) == result.tau and all(
-        HOLDS[result.op](Fraction(exact["value"]), limit) for limit in (result.tau, bound)
+    try:
+        value, threshold = parse_real(exact["value"]), parse_real(exact["threshold"])
+    except Rejected as error:
+        raise ValueError(error.detail) from None
+    return threshold == result.tau and all(
+        HOLDS[result.op](value, limit) for limit in (result.tau, bound)
     )
 
 

@@ -375,6 +375,20 @@ def test_slices_that_differ_in_a_final_nul_are_told_apart(tmp_path: Path) -> Non
     assert [(one["slice"], one["rows"]) for one in found["slices"]] == [("x", 2), ("x\0", 1)]
 
 
+@pytest.mark.parametrize("stage", ["digests", "requests", "tokens"])
+def test_file_that_changes_after_its_digest_is_refused(tmp_path: Path, stage: str) -> None:
+    program = contract(tmp_path, "max(kl) <= 0.05")
+    columns = {"request": ["a", "b"], "slice": ["chat"] * 2, "kl": [0.01, 0.5]}
+    file = write(tmp_path, columns)
+
+    def exchange(reached: str, done: int, total: int) -> None:
+        if reached == stage and done == total:
+            write(tmp_path, {**columns, "kl": [0.01, 0.02]})
+
+    with pytest.raises(Refusal, match="changed while the command ran"):
+        aggregate([file], program, AggregateOptions(threads=1), exchange)
+
+
 def test_copy_of_a_file_is_refused(tmp_path: Path) -> None:
     """Every token of it would count twice."""
     columns = {"request": ["a", "b"], "slice": ["chat"] * 2, "kl": [0.01, 0.02]}

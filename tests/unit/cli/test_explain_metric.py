@@ -63,6 +63,27 @@ def test_user_metric_is_explained(cli: Cli, repository: Path) -> None:
     assert found.stdout.startswith("entropy_rise: Real[nats] per token\n")
 
 
+def test_summary_of_a_user_metric_moves_no_cursor(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "contract.yaml").write_text(
+        "kcdsl: 1\ncontract: own\nversion: 1.0.0\n"
+        "model: {checkpoint: model.safetensors, architecture: llama}\n"
+        "kernels: {train: {run: torch.eager}, infer: {run: torch.sdpa}}\n"
+        "data: requests.jsonl\nslices: {all: {}}\n"
+        "clauses: {N: {require: max(gap) <= 1, slices: [all], level: L2}}\n"
+    )
+    (tmp_path / "kcdsl.toml").write_text('metrics = ["own.py"]\n')
+    (tmp_path / "own.py").write_text(
+        "from kcdsl import metric\n\n\n"
+        '@metric(family="numerical", unit="1", better="lower", counted="token",\n'
+        '        needs=["logits"], summary="a\\x1b[2Jb")\n'
+        "def gap(train_logits, infer_logits): ...\n"
+    )
+    found = cli("explain", "gap", cwd=tmp_path)
+    assert found.code == 0
+    assert found.stdout.startswith("gap: Real per token\n")
+    assert "\x1b" not in found.stdout
+
+
 @pytest.mark.parametrize(("name", "help"), [("kll", "`kl`"), ("zzzzzz", "`kcdsl explain metrics`")])
 def test_unknown_name_without_a_contract(cli: Cli, tmp_path: Path, name: str, help: str) -> None:
     found = cli("explain", name, cwd=tmp_path)

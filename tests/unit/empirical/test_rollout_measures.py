@@ -340,6 +340,18 @@ def test_timestamps_give_times_and_the_cache_its_bytes() -> None:
         measure_rollout(wrong, {"kv_memory"})
 
 
+def test_tokens_of_tools_make_no_kernel_faster() -> None:
+    """They come at once, and the kernel under test did not write them."""
+    stamps = np.array([0.5, *[0.6] * 8, 1.0])
+    mask = np.array([True, *[False] * 8, True])
+    row = rollout(
+        [-1.0] * 10, [-1.0] * 10, numbers={"arrived": 0.0}, arrays={"stamps": stamps}, mask=mask
+    )
+    data = on_slice([row], set(), groups=False)
+    assert value("tpot", data, "max") == 0.5
+    assert value("throughput", data) == 2.0
+
+
 # --- units ---------------------------------------------------------------------------------------
 
 

@@ -433,6 +433,10 @@ def test_exceeded_bound_certifies_nothing() -> None:
         report = {"clauses": [row | change], "deferred": {}}
         (found,) = agreed_rows(report, None, {"N-KL/all/0": (signed, "1" * 64)})
         assert found.state == state, change
+    for text in ("1/0", "1e999999999"):
+        report = {"clauses": [row | {"exact": {"value": text, "threshold": text}}], "deferred": {}}
+        with pytest.raises(ValueError, match="is not a decimal"):
+            list(agreed_rows(report, None, {"N-KL/all/0": (signed, "1" * 64)}))
     for result in (replace(signed, bound=5e-5), replace(signed, verdict=Verdict.FAILED)):
         known = {"N-KL/all/0": (result, "1" * 64)}
         (found,) = agreed_rows({"clauses": [row], "deferred": {}}, None, known)

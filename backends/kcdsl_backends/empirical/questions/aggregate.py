@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kcdsl import __version__
-from kcdsl.diagnostics import codes
+from kcdsl.diagnostics import codes, refuse
 from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.inequalities import round_down, round_up
 from kcdsl.ir.canonical import digest
@@ -94,10 +94,11 @@ def aggregate(
 ) -> dict[str, Any]:
     """Return the document of token tables, decided by a contract if there is one.
 
-    Raises Refusal for unusable tables, unknown metrics and slices, and contracts without a clause
-    that a table decides.
+    Raises Refusal for unusable tables, files that change meanwhile, unknown metrics and slices, and
+    contracts without a clause that a table decides.
     """
     table = open_tables(paths)
+    before = _states(table)
     task = None if program is None else prepare(program, table, wish.slices)
     asked = _asked(table, task, wish)
     files = file_records(table, lambda done, total: progress("digests", done, total))
@@ -123,6 +124,12 @@ def aggregate(
             requests, names = dict(decided.requests), task.slices
         tokens = count_tokens(database, slice_of, asked) if asked else {}
         progress("tokens", 1, 1)
+        if _states(table) != before:
+            raise refuse(
+                codes.CHANGED_MEANWHILE,
+                "a file of the token table changed while the command ran",
+                help="run it again: its results and digests are of different rows",
+            )
         better = {name: measure.better for name, measure in MEASURES.items()}
         slices = [
             slice_record(
@@ -148,6 +155,19 @@ def aggregate(
             "slices": slices,
             "sql": list(database.asked),
         }
+
+
+def _states(table: TokenTable) -> list[tuple[int, ...] | None]:
+    """Return what changes with the content of each file; None for one that is gone."""
+    found: list[tuple[int, ...] | None] = []
+    for file in table.files:
+        try:
+            one = file.stat()
+        except OSError:
+            found.append(None)
+            continue
+        found.append((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns))
+    return found
 
 
 def _add_content(

@@ -249,8 +249,10 @@ _OF_LISTS = frozenset(
 
 
 def served(rollout: Rollout) -> dict[str, Array]:
-    """Return the times of a rollout from its stamps; a single token has no `tpot`."""
-    stamps = recorded.Served(rollout.numbers["arrived"], rollout.arrays["stamps"].tolist())
+    """Return the times of a rollout from the stamps of its counted tokens; a single one has no
+    `tpot`."""
+    own = rollout.arrays["stamps"][rollout.mask]
+    stamps = recorded.Served(rollout.numbers["arrived"], own.tolist())
     found = {
         "latency": recorded.latency(stamps),
         "ttft": recorded.time_to_first_token(stamps),

@@ -120,9 +120,9 @@ def timed(group: PromptRollouts) -> list[SamplingUnit]:
     Raises NotMeasurable for stamps that do not ascend.
     """
     return [
-        SamplingUnit(group.request.key, len(m.tokens), served(m))
+        SamplingUnit(group.request.key, m.counted, served(m))
         for m in group.members
-        if "arrived" in m.numbers and "stamps" in m.arrays and m.tokens
+        if "arrived" in m.numbers and "stamps" in m.arrays and m.counted
     ]
 
 
