@@ -209,6 +209,12 @@ def test_requirement_beside_the_fields_of_a_record_is_refused(more: str) -> None
     assert found.code.id == "KC106", found
 
 
+@pytest.mark.parametrize("op", ["", ", op: '<='", ", op: '<'"])
+def test_stated_operator_is_no_override_of_the_direction(op: str) -> None:
+    (found,) = diagnostics(f"metric: min_kl, threshold: 0.02{op}")
+    assert found.code.id == "KC507"
+
+
 def test_remaining_fields_of_a_clause() -> None:
     found = clause("require: [rng_seed], then: rollback")
     assert (found.action, found.level, found.require) == (
