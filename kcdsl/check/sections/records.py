@@ -60,7 +60,7 @@ def record_formula(
         return None
     compare = ir.Compare(op.text, aligned[0].term, aligned[1].term, name.span)
     check_signs(compare.left, scope.metrics, reporter)
-    against = against or raw.node("op") is not None
+    against = against or op.text[0] != _implied(left[0], scope)[0]
     check_threshold(compare, op.span, scope, reporter, 1, against)
     return compare
 
@@ -163,11 +163,17 @@ def _from_table(scalar: Scalar, scope: Scope, reporter: Reporter) -> Typed | Non
     return None
 
 
+def _implied(record: RecordMetric, scope: Scope) -> str:
+    """Return the operator that bounds a metric on its harmful side."""
+    lower = record.magnitude or scope.metrics[record.metric].better == "lower"
+    return "<=" if lower else ">="
+
+
 def _operator(
     raw: RawClause, record: RecordMetric, scope: Scope, reporter: Reporter
 ) -> Scalar | None:
-    better = "lower" if record.magnitude else scope.metrics[record.metric].better
-    implied = "<=" if better == "lower" else ">="
+    implied = _implied(record, scope)
+    better = "lower" if implied == "<=" else "higher"
     node = raw.node("op")
     if node is None:
         threshold = raw.scalar("threshold")

@@ -308,7 +308,7 @@ def _clause(reader: StructureReader, key: Scalar, body: Node) -> RawClause | Non
             "keep one of the names",
             (Label(key.span, "here too"),),
         )
-    for group, partner in ((_RECORD_FIELDS[:1], "require"), (("delta", "over"), "budget")):
+    for group, partner in ((_RECORD_FIELDS[:3], "require"), (_RECORD_FIELDS[3:], "budget")):
         clash = next((e for e in body.entries if e.key.text in group), None)
         other = next((e for e in body.entries if e.key.text == partner), None)
         if clash is not None and other is not None:

@@ -22,6 +22,7 @@ from kcdsl_backends.drift.boxes import Box, NoBound
 from kcdsl_backends.real_arithmetic import allowances
 from kcdsl_backends.smt.drift import backend as module
 from kcdsl_backends.smt.drift.backend import BACKEND, DriftGoal
+from kcdsl_backends.smt.drift.encoding import Encoder
 from kcdsl_backends.smt.drift.forms import Constraint, SymbolForm, System, row
 from kcdsl_backends.smt.drift.search import DriftQuestion, Search, targets
 from kcdsl_backends.smt.solver import Outcome
@@ -309,6 +310,37 @@ def test_tiny_coefficients_are_part_of_the_slack() -> None:
     found = row(form, 0)
     assert found.symbols == ()
     assert 0.5 - 1e-15 < found.constant < 0.5
+
+
+class Squared(nn.Module):
+    """B (tanh(A x))^2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([[0.7, -0.4], [0.3, 0.9]]))
+        self.b = nn.Parameter(torch.tensor([[1.0, -0.75], [0.5, 1.25]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, 2]."""
+        h = torch.tanh(nn.functional.linear(x, self.a))
+        return nn.functional.linear(h * h, self.b)
+
+
+def test_square_admits_two_readings_of_its_operand() -> None:
+    kernel = KERNELS["bfloat16 any"]
+    problem, centre = problem_of(Squared(), 2, kernel, kernel)
+    encoder = Encoder(problem, centre, radius_of(0.0))
+    node = next(node for node in problem.graph.nodes if node.op == "mul")
+    a, b = (encoder._operand(node, index).train for index in (0, 1))
+    before = len(encoder.system.places)
+    product = encoder._exact(node, encoder._operand).train
+    one, two = (nn.functional.pad(f.coefs, (0, before - f.coefs.shape[-1])) for f in (a, b))
+    apart = (one - two).sign()  # the readings are as far from each other as they may be
+    read = [f.centre + (coefs * apart).sum(-1) for f, coefs in ((a, one), (b, two))]
+    assert bool((read[0] != read[1]).all())
+    linear = product.centre + (product.coefs[..., :before] * apart).sum(-1)
+    least = linear - product.coefs[..., before:].abs().sum(-1) - product.error
+    assert bool((least <= read[0] * read[1]).all())
 
 
 def test_constant_zero_value_keeps_its_cases() -> None:

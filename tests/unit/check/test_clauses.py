@@ -203,6 +203,18 @@ def test_second_name_of_a_clause_is_refused() -> None:
         assert found.code.id == "KC106", found
 
 
+@pytest.mark.parametrize("more", ["metric: mean_kl", "threshold: 0.001", "op: '<'", "op: maybe"])
+def test_requirement_beside_the_fields_of_a_record_is_refused(more: str) -> None:
+    (found,) = diagnostics(f"require: p99(kl) <= 0.02, {more}")
+    assert found.code.id == "KC106", found
+
+
+@pytest.mark.parametrize("op", ["", ", op: '<='", ", op: '<'"])
+def test_stated_operator_is_no_override_of_the_direction(op: str) -> None:
+    (found,) = diagnostics(f"metric: min_kl, threshold: 0.02{op}")
+    assert found.code.id == "KC507"
+
+
 def test_remaining_fields_of_a_clause() -> None:
     found = clause("require: [rng_seed], then: rollback")
     assert (found.action, found.level, found.require) == (

@@ -202,9 +202,9 @@ def test_action_milder_than_that_of_a_lower_level_is_reported() -> None:
             Severity.WARNING,
         ),
         (
-            "forall x in points(all): norm_inf(drift(attn_0, x)) <= 1 and "
-            "norm_2(drift(attn_0, x)) <= 0.5",
-            "norm_inf(drift(attn_0, x)) <= 1",
+            "forall x in points(all): norm_inf(measured_drift(attn_0, x)) <= 1 and "
+            "norm_2(measured_drift(attn_0, x)) <= 0.5",
+            "norm_inf(measured_drift(attn_0, x)) <= 1",
             "follows from what is beside it",
             Severity.WARNING,
         ),

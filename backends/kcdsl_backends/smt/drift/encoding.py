@@ -185,7 +185,7 @@ class Encoder:
                 return pair(a.train + b.train, a.drift + b.drift)
             case "mul":
                 a, b = operand(0), operand(1)
-                return self._product(a, b, square=node.inputs[0] == node.inputs[1])
+                return self._product(a, b, square=a is b)  # two readings are no square
             case "scale":
                 return _scaled(operand(0), float(node.attrs["factor"]))
             case "divide":
