@@ -472,10 +472,10 @@ def test_report_alone_decides_the_contract(tmp_path: Path) -> None:
     ("place", "value"),
     [
         (("kernels", "train", "fingerprint", "run"), 0.5),
-        (("kernels", "train", "fingerprint", "run"), 10**400),
-        (("kernels", "infer"), None),
+        pytest.param(
+            ("kernels", "train", "fingerprint", "run"), 10**400, marks=pytest.mark.full, id="huge"
+        ),
     ],
-    ids=["float", "huge", "none"],
 )
 def test_report_that_identifies_no_run_fits_no_triple(
     tmp_path: Path, place: tuple[str, ...], value: object
@@ -493,6 +493,7 @@ def test_report_that_identifies_no_run_fits_no_triple(
     assert states(found)[1:] == ("undecided", "undecided")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [[{"verdict": "held"}], [{"verdict": "held", "clause": []}]])
 def test_clauses_of_a_report_without_their_fields_are_refused(
     tmp_path: Path, rows: list[Any]
