@@ -308,9 +308,12 @@ def _why_other(one: _Measured, wanted: Triple, stated: Triple | None) -> str:
     try:
         claimed = claimed_triple(one.document, wanted, one.document["kernels"])
         weights = one.document["model"]["sha256"]
-    except (OtherSubject, KeyError, TypeError, AttributeError) as error:
+        why = _unlike(claimed, wanted)
+    except (
+        *(OtherSubject, Rejected),
+        *(KeyError, TypeError, AttributeError, OverflowError),
+    ) as error:
         return f"it does not identify its run: {error}"
-    why = _unlike(claimed, wanted)
     if why:
         return why
     if weights is not None and not names_weights_of(str(weights), wanted):

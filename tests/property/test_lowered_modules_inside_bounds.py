@@ -222,3 +222,47 @@ def test_compiled_sum_does_not_start_with_the_residual() -> None:
         torch.zeros(1, 1, dtype=torch.float64),
     )
     assert bool((real <= problem.bound(x.double(), point).output.drift.mag()).all())
+
+
+class OwnProduct(nn.Module):
+    """A block that multiplies by the weight of a linear in its own way."""
+
+    def __init__(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [5, 4]."""
+        return self.function(self.lin, x)
+
+
+INT8 = {"format": "int8", "scale": "per_channel"}
+PLAIN = {"format": "float32", "scale": "none"}
+
+
+@pytest.mark.parametrize(
+    ("function", "linear"),
+    [
+        (lambda lin, x: F.linear(x, lin.weight, lin.bias), True),
+        (lambda lin, x: F.linear(x, lin.weight, 2.0 * lin.bias), False),
+        (lambda lin, x: x @ lin.weight, False),
+    ],
+    ids=["linear", "computed bias", "not transposed"],
+)
+def test_quantised_products_that_are_no_linears_are_refused(
+    function: Callable[[nn.Linear, Tensor], Tensor], linear: bool
+) -> None:
+    """The kernel reads the quantised weight, and bounds of a plain product would not."""
+    model = model_of(OwnProduct(function).eval().requires_grad_(False), WIDTH)
+    eager = {"preset": "torch-eager"}
+    left = {**eager, "weights": INT8, "overrides": {"part.lin": {"weights": PLAIN}}}
+    for spec, able in (({**eager, "weights": INT8}, linear), (eager, True), (left, True)):
+        factory = ProblemFactory(model, resolve(eager), resolve(spec), torch.device("cpu"))
+        if able:
+            factory.problem("part", tuple(range(ROWS)))
+            continue
+        with pytest.raises(
+            Refusal, match=r"lin\.weight, which is quantised, but is no linear"
+        ) as no:
+            factory.problem("part", tuple(range(ROWS)))
+        assert no.value.diagnostics[0].help

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import sys
@@ -25,7 +26,7 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.model.checkpoint import headers, ranges, tensors
 from kcdsl.model.checkpoint.tensors import load_checkpoint, match_tensors
-from kcdsl.model.files import resolve_file
+from kcdsl.model.files import file_digest, resolve_file
 from kcdsl.source import files
 
 PUBLISHED = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -162,6 +163,18 @@ def test_a_file_that_changes_after_it_is_hashed_is_refused(
     monkeypatch.setattr(ranges, "_stamp", lambda about: str(time.monotonic_ns()))
     with pytest.raises(Refusal, match="changed while the command ran"):
         ranges.hashed_file(path)
+
+
+def test_a_file_that_the_disk_does_not_give_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(stream: object, name: str) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "weights").write_bytes(b"x")
+    monkeypatch.setattr(hashlib, "file_digest", fails)
+    with refused(FILE_MISSING, "cannot read", "Input/output error"):
+        file_digest(tmp_path / "weights")
 
 
 @pytest.mark.parametrize("size", [3, 5])

@@ -472,6 +472,45 @@ def test_report_alone_decides_the_contract(tmp_path: Path) -> None:
     assert "no units" in str(found.unused)
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("kernels", "train", "fingerprint", "run"), 0.5),
+        pytest.param(
+            ("kernels", "train", "fingerprint", "run"), 10**400, marks=pytest.mark.full, id="huge"
+        ),
+    ],
+)
+def test_report_that_identifies_no_run_fits_no_triple(
+    tmp_path: Path, place: tuple[str, ...], value: object
+) -> None:
+    scene = both(tmp_path, {NEW})
+    document = json.loads(json.dumps(conclude(scene.table("new", "new")).to_json()))
+    part = document
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = value
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(document))
+    found = scene.why(path, OLD)
+    assert "the register has no triple that it fits" in str(found)
+    assert states(found)[1:] == ("undecided", "undecided")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [[{"verdict": "held"}], [{"verdict": "held", "clause": []}]])
+def test_clauses_of_a_report_without_their_fields_are_refused(
+    tmp_path: Path, rows: list[Any]
+) -> None:
+    scene = both(tmp_path, {NEW})
+    document = json.loads(json.dumps(conclude(scene.table("new", "new")).to_json()))
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**document, "clauses": rows, "verdict": "held", "exit": 0}))
+    with pytest.raises(Refusal) as refused:
+        scene.why(path, OLD)
+    assert refused.value.diagnostics[0].code is codes.REPORT_FILE
+
+
 def test_the_command_prints_text_and_json(
     tmp_path: Path, cli: Any, follows: Callable[..., None]
 ) -> None:

@@ -22,7 +22,9 @@ from kcdsl.model.lowering.kv_cache import with_caches
 from kcdsl.model.lowering.quantisers import with_quantisers
 from kcdsl.model.lowering.routes import Routes, chosen_routes, routers
 from kcdsl.model.numerics import Numerics
+from kcdsl.model.numerics.fields import refusal
 from kcdsl.model.numerics.formats import FORMATS
+from kcdsl.model.numerics.specification import plain_weights
 from kcdsl.model.presets import refuse_strays
 from kcdsl_backends.attack.simulation import Simulator
 from kcdsl_backends.certifier.statements.sequences import sequence_graph, stored_tables
@@ -357,6 +359,8 @@ class ProblemFactory:
     def problem_of_graph(self, graph: BlockGraph) -> BlockProblem:
         """Return the problem of a graph of the model, such as a part of a block."""
         kernels = self.train, self.infer
+        for numerics in dict.fromkeys(kernels):
+            _refuse_unquantised(graph, numerics)
         graph = with_caches(with_quantisers(graph, kernels), kernels)
         tensors = self.model.weights
         train = StoredParameters(tensors, graph.constants, self.train, self.device)
@@ -367,6 +371,29 @@ class ProblemFactory:
         with threads_for(1024 * len(tokens)):
             x = self.model.block_inputs(list(tokens), block)
         return None if x is None else x.to(self.device, torch.float64)
+
+
+def _refuse_unquantised(graph: BlockGraph, numerics: Numerics) -> None:
+    """Refuse (KC463) a product with a matrix that these numerics quantise, but no linear: its
+    bounds would leave the quantisation out, which a kernel applies."""
+    held: dict[str, str] = {}
+    for node in graph.nodes:
+        keys = [held[name] for name in node.inputs if name in held]
+        if node.op == "param" and len(node.shape) == 2:
+            held[node.name] = str(node.attrs["key"])
+        elif node.op in ("view", "concat", "cast") and keys:
+            held[node.name] = keys[0]
+        elif node.op == "matmul" and keys:
+            own = numerics.serving(keys[0])
+            plain = replace(own.weights, rounding="nearest") in plain_weights(own)
+            if own.activations.quantised or not plain:
+                raise refusal(
+                    f"{node.name} of the block {graph.block!r} multiplies by {keys[0]}, which is"
+                    " quantised, but is no linear: its bias is computed, or the matrix is not"
+                    " transposed",
+                    help="call torch.nn.functional.linear with it and with a bias that is a"
+                    " parameter, or leave it unquantised by an override",
+                )
 
 
 @dataclass(frozen=True, slots=True)
