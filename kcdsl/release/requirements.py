@@ -28,7 +28,6 @@ from kcdsl.ir.terms import (
     AllOf,
     AnyOf,
     Arith,
-    Clause,
     FieldTest,
     HasFields,
     KernelRef,
@@ -91,7 +90,9 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
                 RequiredClause(
                     id=clause.id,
                     slice=name,
-                    alternatives=_alternatives(clause, name, program),
+                    alternatives=conjunction(
+                        [stated_alternatives(one, program) for one in obligations_of(clause, name)]
+                    ),
                     budget=None if clause.budget is None else clause.budget.rate,
                     evidence=None if clause.evidence is None else Evidence(clause.evidence.value),
                     slice_digest=None if name is None else digests[name],
@@ -100,17 +101,6 @@ def required_clauses(program: Program, base: Path | Artefacts) -> tuple[Required
                 )
             )
     return tuple(required)
-
-
-def _alternatives(
-    clause: Clause, name: str | None, program: Program
-) -> tuple[tuple[Comparison, ...], ...]:
-    """Return the alternatives of a clause on a slice; none where it has two regions there, since a
-    requirement states one."""
-    regions = {_region(region) for region in regions_of(clause.require) if region.slice == name}
-    if len(regions) > 1:
-        return ()
-    return conjunction([stated_alternatives(one, program) for one in obligations_of(clause, name)])
 
 
 def stated_alternatives(

@@ -12,7 +12,6 @@ from kcdsl.check.compile import load_program
 from kcdsl.ir.obligations import obligations_of, slices_of
 from kcdsl.ir.tables import expand_tables
 from kcdsl.ir.terms import Program
-from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import certified_clauses, result_of
 from kcdsl.verdict.model import Held, Inconclusive, InvalidEvidence, Verdict, Violated
 from kcdsl.verdict.result import ClauseResult, ExceedanceCount
@@ -197,21 +196,3 @@ def test_limits_of_one_term_are_not_those_of_a_difference() -> None:
         row(Held(), evidence="sample", **limits | {"exact_value": Fraction(97, 100)}),
     )
     assert (counterpart.verdict, counterpart.low) == ("PASSED", 0.96)
-
-
-@pytest.mark.parametrize(
-    ("other", "derivable"), [("points(all)", True), ("ball(all, 0.001)", False)]
-)
-def test_two_regions_of_one_slice_are_stated_separately(
-    folder: Path, other: str, derivable: bool
-) -> None:
-    path = folder / "contract.yaml"
-    parts = (
-        f"(forall x in {region}: norm_inf(drift(attn_0, x)) <= {limit})"
-        for region, limit in (("points(all)", 0.5), (other, 0.25))
-    )
-    text = path.read_text(encoding="utf-8")
-    two = f'  N-TWO: {{require: "{" and ".join(parts)}", level: L2}}\n  N-KL: '
-    path.write_text(text.replace("  N-KL: ", two, 1), encoding="utf-8")
-    stated = {r.id: r for r in required_clauses(load_program(path), folder)}["N-TWO"]
-    assert bool(stated.alternatives) == derivable
