@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,15 +77,7 @@ def model_of(part: nn.Module, width: int) -> Model:
     """Return a model whose block `part` is a module on [T, width]; its checkpoint is in memory."""
     whole = Whole(part, width).eval().requires_grad_(False)
     named = dict(whole.named_parameters())
-    checkpoint = Checkpoint.__new__(Checkpoint)
-    for field, value in (
-        ("path", None),
-        ("sha256", ""),
-        ("tensors", named),
-        ("others", {}),
-        ("root", None),
-    ):
-        object.__setattr__(checkpoint, field, value)
+    checkpoint = Checkpoint(Path("in-memory"), "", named, {})
     return Model(whole, checkpoint, {}, {n: n for n in named}, None, False)
 
 

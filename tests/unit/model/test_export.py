@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,12 +164,10 @@ class Apply(nn.Module):
         return self.function(x, self.matrix, self.vector)
 
 
-def wrap(part: nn.Module, tmp_checkpoint: Checkpoint | None = None) -> Model:
+def wrap(part: nn.Module) -> Model:
     module = Wrapped(part).eval().requires_grad_(False)
     named = dict(module.named_parameters())
-    checkpoint = Checkpoint.__new__(Checkpoint)
-    for field, value in (("path", None), ("sha256", ""), ("tensors", named), ("others", {})):
-        object.__setattr__(checkpoint, field, value)
+    checkpoint = Checkpoint(Path("in-memory"), "", named, {})
     return Model(module, checkpoint, {}, {n: n for n in named}, None, False)
 
 
