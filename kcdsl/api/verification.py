@@ -41,6 +41,7 @@ from kcdsl.diagnostics.codes import (
 )
 from kcdsl.diagnostics.report import refuse_unknown
 from kcdsl.exits import Exit
+from kcdsl.ir.obligations import slices_of
 from kcdsl.ir.tables import expand_tables, gaps
 from kcdsl.ir.terms import ONNX
 from kcdsl.model.files import Artefacts
@@ -50,6 +51,8 @@ from kcdsl.release.issue import evidence_entries, issue
 from kcdsl.release.requirements import kernel_here
 from kcdsl.release.results import implied_clauses, proof_reference, proved_clauses
 from kcdsl.release.signing import Target, signing_keys
+from kcdsl.route.catalogue import Fragment
+from kcdsl.route.fragments import classify
 from kcdsl.route.goals import goals
 from kcdsl.source.files import in_contract, read_source
 from kcdsl.source.output import make_folder, refuse_folder, result, write_together
@@ -102,11 +105,16 @@ class VerifySettings:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verification(TableResult):
-    """The outcomes, and the file of the certificate or its statement."""
+    """The outcomes, and the file of the certificate or its statement.
+
+    `not_implied` are clause and slice of requirements that demand a proof and do not follow from
+    the proved bounds; empty if only some clauses or blocks were chosen.
+    """
 
     program: Program
     outcomes: tuple[GoalOutcome, ...]
     implied: tuple[Implied, ...]
+    not_implied: tuple[tuple[str, str], ...]
     target: Target
     exit: Exit
     cache: Path | None
@@ -129,7 +137,7 @@ class Verification(TableResult):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document `kcdsl.verify/2`."""
-        return _document(self.program, self.outcomes, self.implied, self.path, self.exit)
+        return _document(self)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each goal: clause, region, bound, limit, attack and verdict."""
@@ -181,8 +189,11 @@ def verify(contract: Contract, settings: VerifySettings) -> Verification:
             outcomes = _decide(settings, program, files, chosen, backend, device, execution)
         implied = _implied(program, files, outcomes, backend)
     _write(settings, contract, files, target, outcomes, implied, device)
-    code = EXITS[worst({verdict_name(outcome.verdict) for outcome in outcomes})]
-    return Verification(program, outcomes, implied, target, code, execution.cache)
+    chosen_alone = settings.blocks or settings.clauses
+    missing = () if chosen_alone else _not_implied(program, implied)
+    verdicts = {verdict_name(outcome.verdict) for outcome in outcomes}
+    code = EXITS[worst(verdicts | ({"inconclusive"} if missing else set()))]
+    return Verification(program, outcomes, implied, missing, target, code, execution.cache)
 
 
 def _asked(options: VerifySettings, goals: tuple[Goal, ...]) -> tuple[Goal, ...]:
@@ -441,21 +452,29 @@ def _implied(
     return tuple(item for item in found if sizes[item.slice] > 0 and item.slice not in spoiled)
 
 
+def _not_implied(program: Program, implied: Sequence[Implied]) -> tuple[tuple[str, str], ...]:
+    """Return clause and slice of what must follow from proved bounds and does not."""
+    demanded = {c.id for c in program.clauses if classify(c).fragment is Fragment.IMPLIED}
+    found = {(item.clause_id, item.slice) for item in implied}
+    asked = (
+        (clause.id, name or "")
+        for clause in expand_tables(program).clauses
+        if clause.id in demanded
+        for name in slices_of(clause)
+    )
+    return tuple(each for each in asked if each not in found)
+
+
 def counterexample_file(folder: Path, outcome: GoalOutcome) -> Path:
     """Return the file of the run that breaks a goal."""
     return folder / f"{outcome.goal.clause.id}.counterexample.json"
 
 
-def _document(
-    program: Program,
-    outcomes: Sequence[GoalOutcome],
-    implied: Sequence[Implied],
-    certificate: Path,
-    code: Exit,
-) -> dict[str, Any]:
+def _document(found: Verification) -> dict[str, Any]:
+    program, certificate = found.program, found.path
     numerics = {"train": resolve(program.train), "infer": resolve(program.infer)}
     described = []
-    for outcome in outcomes:
+    for outcome in found.outcomes:
         goal = goal_json(outcome, numerics, str(certificate))
         if outcome.counterexample is not None:
             file = counterexample_file(certificate.parent, outcome)
@@ -473,8 +492,9 @@ def _document(
                 "chain": list(item.steps),
                 "assumptions": list(item.assumptions),
             }
-            for item in implied
+            for item in found.implied
         ],
+        "not_implied": [{"clause": clause, "slice": name} for clause, name in found.not_implied],
         "certificate": str(certificate),
-        "exit": int(code),
+        "exit": int(found.exit),
     }

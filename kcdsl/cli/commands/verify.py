@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -36,7 +35,7 @@ from kcdsl.diagnostics.render.terminal import printable
 from kcdsl.exits import Exit
 
 if TYPE_CHECKING:
-    from kcdsl.verdict.outcome import GoalOutcome, Implied
+    from kcdsl.api.verification import Verification
 
 
 class StepMode(StrEnum):
@@ -122,7 +121,7 @@ class VerifyCommand(CodeOptions, CertificateOptions):
         if self.format is OutputFormat.JSON:
             print_json(found.to_json(), allow_nan=False)
         else:
-            _print(found.outcomes, found.implied, found.path, self.contract)
+            _print(found, self.contract)
         for text in dict.fromkeys(note for outcome in found.outcomes for note in outcome.notes):
             print(f"note: {printable(text)}", file=sys.stderr)
         cached = sum(outcome.cached for outcome in found.outcomes)
@@ -133,12 +132,7 @@ class VerifyCommand(CodeOptions, CertificateOptions):
         return found.exit
 
 
-def _print(
-    outcomes: Sequence[GoalOutcome],
-    implied: Sequence[Implied],
-    certificate: Path,
-    contract: str | None,
-) -> None:
+def _print(found: Verification, contract: str | None) -> None:
     from kcdsl.api.verification import counterexample_file
     from kcdsl.release.signing import STATEMENT
     from kcdsl.verdict.model import Inconclusive, InvalidEvidence, Violated
@@ -148,6 +142,7 @@ def _print(
     def tell(text: str, **how: Any) -> None:
         print_on(sys.stdout, text, markup=False, **how)
 
+    outcomes, certificate = found.outcomes, found.path
     print_on(sys.stdout, goal_table(outcomes))
     for table in filter(None, map(chain_table, outcomes)):
         print_on(sys.stdout, "", table)
@@ -167,7 +162,9 @@ def _print(
                     tell(f"  again: kcdsl replay {file}{named}", soft_wrap=True)
             case _:
                 pass
-    for item in implied:
+    for clause, name in found.not_implied:
+        tell(f"{clause} on {name}: it does not follow from the proved bounds")
+    for item in found.implied:
         tell(f"\n{item.clause_id} on {item.slice} is implied:")
         for step in item.steps:
             tell(f"  {step}")

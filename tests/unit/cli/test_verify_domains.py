@@ -287,3 +287,12 @@ def test_nothing_is_implied_of_states(cli: Any, tmp_path: Path, encoder: bool) -
     ran = cli("verify", str(tmp_path / "contract.yaml"), *given)
     assert ran.code == 0, ran.stderr
     assert len(json.loads(ran.stdout)["implied"]) == (0 if encoder else 1)
+    assert json.loads(ran.stdout)["not_implied"] == []
+    demanded = BOTH.replace("jeffreys", "kl").replace(
+        "[all], level", "[all], evidence: proof, level"
+    )
+    (tmp_path / "contract.yaml").write_text(demanded)
+    ran = cli("verify", str(tmp_path / "contract.yaml"), *given)
+    assert ran.code == (3 if encoder else 0), ran.stderr
+    missing = [{"clause": "N-1", "slice": "all"}] if encoder else []
+    assert json.loads(ran.stdout)["not_implied"] == missing
