@@ -115,6 +115,30 @@ def test_bounds_hold_and_are_tight(scale: float, values: bool, keys: bool, heads
         assert np.allclose(rows, alpha, rtol=1e-5, atol=1e-6 * np.abs(alpha).max())
 
 
+def test_an_only_row_counts_where_float32_underflows() -> None:
+    """Row 0 reads itself alone, and its functional is 2^-160 of the unit of all heads."""
+    drawn = _draw(1.0, values=True, keys=False, heads=2)
+    drawn["size"][:] = 0
+    for name, by in (("each", 2.0**-80), ("weight", 2.0**80)):
+        drawn[name][0] *= by
+        drawn[name][1] /= by
+    alpha, _ = _exact({**drawn, "p": np.ones((2, KEYS))})
+    exact = (np.abs(alpha[:, 0]) * drawn["radius"][0]).sum(-1)
+    tensors = {name: torch.from_numpy(part) for name, part in drawn.items()}
+    limit = BoundedRows.of(RowBound(tensors["radius"], tensors["along"], tensors["size"]))
+    vectors, ones = Vectors.of(tensors["each"], tensors["weight"], limit), torch.ones(2, 1)
+    values = ValueRows(vectors, ones.double(), ones.double())
+    prover = RowSums(limit, 0, 0, 1, COUNT, values=values)
+    rows = RowErrors(drawn["radius"])
+    through, share = Through.of(drawn["each"], drawn["weight"], rows), np.ones((2, 1))
+    checker = ManyRows(rows, 0, COUNT, share, through, share)
+    for row, bound in (
+        (prover.row.values[:, 0].numpy(), prover.magnitude().numpy()),
+        (checker.row.values[:, 0], checker.bound()),
+    ):
+        assert (np.abs(row) @ drawn["radius"][0] + bound >= exact).all()
+
+
 def test_own_parts_of_rows_are_formed_some_at_a_time() -> None:
     drawn = _draw(1.0, values=True, keys=False)
     alpha, _ = _exact(drawn)

@@ -132,7 +132,7 @@ class Through:
     """u = rows of α_h W_h, kept in float32 as multiples of `unit`, [heads, n, B].
 
     `along` is u·direction [lines, heads, B, T]; `most` bounds |u| times the largest error
-    bound of all rows [heads, B]; `squares` [B, heads, heads] are
+    bound of all rows [heads, B], underflow of `single` included; `squares` [B, heads, heads] are
     Σ_n measure_n u_gn u_hn of `single`, where there are many rows.
     """
 
@@ -158,7 +158,8 @@ class Through:
                 along[k, h] = formed @ line.direction.T
             most[h] = np.abs(formed) @ largest
             single[h] = formed.T * (1 / unit)
-        most = raised(most * (1 + gamma(2 * n, UNIT)))
+        vanished = n * _VANISHED * unit * float(largest.max())  # what float32 loses of tiny u
+        most = raised(most * (1 + gamma(2 * n, UNIT)) + vanished)
         squares = _squares(single, rows.measure) if heads * n * tokens >= _LARGE else None
         return Through(single, unit, along, most, squares)
 
