@@ -244,7 +244,8 @@ def misfits(found: Mapping[str, Any], name: str) -> list[str]:
 def keys_of(
     program: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, said: str
 ) -> dict[str, str]:
-    """Return the key of every parameter of a loaded model that is stored as a tensor of its own.
+    """Return the key of every weight of a loaded model that is stored as a tensor of its own: of
+    its parameters and its persistent buffers of floats.
 
     Args:
         program: a model of transformers.
@@ -252,10 +253,11 @@ def keys_of(
         dtype: the format that they were loaded in.
         said: the name of the checkpoint in messages.
 
-    Refuse a model with a parameter, or a part of one in its stored form, that equals none of the
+    Refuse a model with a weight, or a part of one in its stored form, that equals none of the
     tensors: the library has initialised or changed it.
     """
-    held = dict(program.named_parameters(remove_duplicate=False))
+    every = program.state_dict(keep_vars=True)
+    held = {name: tensor for name, tensor in every.items() if tensor.is_floating_point()}
     names = {(p.data_ptr(), p.shape): name for name, p in reversed(held.items())}
     stored = _stored_form(program, {name: p.detach() for name, p in held.items()})
     keys: dict[str, str] = {}

@@ -211,6 +211,19 @@ def test_a_stored_weight_that_no_tensor_equals_is_refused() -> None:
         hf.keys_of(program, other, torch.float32, "the checkpoint")
 
 
+def test_persistent_buffers_of_floats_are_weights() -> None:
+    """A transfer to later weights compares the tensors with a key only."""
+    from kcdsl.model.architectures import hf
+
+    program = torch.nn.BatchNorm1d(2)
+    stored = {n: t for n, t in program.state_dict().items() if t.is_floating_point()}
+    keys = hf.keys_of(program, stored, torch.float32, "the checkpoint")
+    assert keys == {name: name for name in ("weight", "bias", "running_mean", "running_var")}
+    other = stored | {"running_mean": torch.ones(2)}
+    with pytest.raises(Refusal, match="other numbers for the weight running_mean"):
+        hf.keys_of(program, other, torch.float32, "the checkpoint")
+
+
 def test_attention_that_no_implementation_has_is_refused() -> None:
     from kcdsl.model.architectures import hf
 

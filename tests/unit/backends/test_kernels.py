@@ -67,7 +67,7 @@ def user_model(folder: Path, name: str) -> Model:
     generator = torch.Generator().manual_seed(3)
     module = namespace["build"](config)
     tensors = {
-        n: torch.randn(p.shape, generator=generator) * 0.3 for n, p in module.named_parameters()
+        n: torch.randn(p.shape, generator=generator) * 0.3 for n, p in module.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors")
     return load_model(ModelRef("model.safetensors", module=f"{name}:build"), folder)
@@ -333,6 +333,7 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, 8)
         self.weight = nn.Parameter(torch.zeros(8, 8))
+        self.register_buffer("table", torch.zeros(8, 8))
     def forward(self, ids):
         x = self.embedding(ids)
         {body}
@@ -368,6 +369,26 @@ def build(config):
         (
             kernel("torch.eager", preset="fp8-weights"),
             "return nn.functional.linear(x, self.weight[:4])",
+            ("outside torch.nn.functional.linear", "weight"),
+        ),
+        (
+            kernel("torch.eager", preset="fp8-weights"),
+            "return nn.functional.linear(x, self.weight.clone())",
+            ("outside torch.nn.functional.linear", "weight"),
+        ),
+        (
+            kernel("torch.eager", preset="fp8-weights"),
+            "return x @ (torch.ones(8, 1) * (self.weight / 2).mT).type_as(x)",
+            ("outside torch.nn.functional.linear", "weight"),
+        ),
+        (
+            kernel("torch.eager", preset="fp8-weights"),
+            "return nn.functional.linear(x, self.table)",
+            ("outside torch.nn.functional.linear", "table"),
+        ),
+        (
+            kernel("torch.eager", preset="fp8-weights"),
+            "return torch.ops.aten.linear.default(x, self.weight)",
             ("outside torch.nn.functional.linear", "weight"),
         ),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kcdsl.diagnostics import codes, refuse
 from kcdsl.ir.terms import KernelRef
@@ -89,7 +90,13 @@ _SOFTMAX = frozenset({"softmax", "_softmax"})
 _PRODUCTS = frozenset({
     "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "einsum", "bilinear", "mv", "addmv",
     "dot", "inner", "tensordot", "__matmul__", "__rmatmul__", "grouped_mm", "_grouped_mm",
+    "linear", "linalg_matmul", "linalg_multi_dot", "chain_matmul",
+    "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell",
 })  # fmt: skip
+_LOOKUPS = frozenset({"embedding", "index_select"})
+_LIKE = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
+"""Functions that read only the type or the shape of their second operand."""
 _WHOLE = frozenset({
     "multi_head_attention_forward", "_native_multi_head_attention",
     "_transformer_encoder_layer_fwd",
@@ -102,7 +109,8 @@ class Interception(TorchFunctionMode):
 
     Also records the calls that it cannot replace: `softmax_calls` outside
     `scaled_dot_product_attention`, `whole_layers`, the names of functions that compute an attention
-    themselves, and `matrix_products`, the names of weights used in a product outside `linear`.
+    themselves, and `matrix_products`, the names of weights used in a product outside `linear`, or
+    in one by a tensor that is computed from weights alone, such as a copy of one.
     """
 
     def __init__(self, module: nn.Module, stored: Mapping[str, Tensor], adapter: Adapter) -> None:
@@ -110,10 +118,17 @@ class Interception(TorchFunctionMode):
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._adapter = adapter
         self._stored = {id(parameters[name]): weight for name, weight in stored.items()}
-        # weights of more than two dimensions, such as those of experts, have no stored form
-        unstored = [n for n, p in parameters.items() if p.dim() > 2] if stored else []
-        seen = (*stored, *unstored)
-        self._owners = {parameters[n].untyped_storage().data_ptr(): n for n in seen}
+        every = module.state_dict(keep_vars=True) if stored else {}
+        # buffers, and weights of more than two dimensions, such as those of experts, have no
+        # stored form
+        seen = {n: t for n, t in every.items() if t.is_floating_point() and t.dim() > 1}
+        self._owners = {tensor.untyped_storage().data_ptr(): n for n, tensor in seen.items()}
+        self._fixed: Any = WeakIdKeyDictionary()
+        """Tensors that depend on no input, each with the name of a weight that it is computed from,
+        or None."""
+        for held in (*parameters.values(), *module.buffers()):
+            self._fixed[held] = self._owner(held)
+        self.probing = bool(stored)
         self._batched = isinstance(module, HuggingFace)
         self.softmax_calls = 0
         self.whole_layers: set[str] = set()
@@ -128,11 +143,25 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         """Run one torch function, with its weight or its program replaced."""
         kwargs = kwargs or {}
+        found = self._run(func, args, kwargs)
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if self.probing and name not in _LOOKUPS:
+            read = list(_tensors(args[:1] if name in _LIKE else (args, kwargs)))
+            fixed = all(tensor in self._fixed for tensor in read)
+            owner = next(filter(None, map(self._fixed.get, read)), None)
+            for tensor in _tensors(found):
+                if fixed:
+                    self._fixed[tensor] = owner
+                else:
+                    self._fixed.pop(tensor, None)
+        return found
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]
         if name in _SOFTMAX:
             self.softmax_calls += not self._is_router(args)
         elif name in _WHOLE:
@@ -159,11 +188,22 @@ class Interception(TorchFunctionMode):
         with sdpa_kernel([SDP_BACKENDS[backend]]) if backend else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, *rest, **more)
 
-    def _note(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, Tensor):
-                owner = self._owners.get(value.untyped_storage().data_ptr())
-                if owner is not None:
-                    self.matrix_products.add(owner)
-            elif isinstance(value, list | tuple):
-                self._note(value)
+    def _note(self, values: tuple[Any, ...]) -> None:
+        for tensor in _tensors(values):
+            owner = self._owner(tensor) or self._fixed.get(tensor)
+            if owner is not None:
+                self.matrix_products.add(owner)
+
+    def _owner(self, tensor: Tensor) -> str | None:
+        return self._owners.get(tensor.untyped_storage().data_ptr())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

@@ -356,6 +356,7 @@ def _probe(kernel: TorchKernel, adapter: Adapter) -> None:
     watch = kernel.interception
     if watch is None:
         return
+    watch.probing = False
     if watch.whole_layers:
         raise refuse(
             codes.KERNEL_NUMERICS,
