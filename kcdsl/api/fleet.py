@@ -13,6 +13,8 @@ from kcdsl.api.certificates import read_certificate
 from kcdsl.diagnostics import refuse
 from kcdsl.diagnostics.codes import USAGE
 from kcdsl.ir.canonical import digest
+from kcdsl.model.files import file_digest
+from kcdsl.release.artefacts import metric_files
 from kcdsl.release.requirements import required_clauses
 from kcdsl.verdict.studies.convergence import join
 from kcdsl.verdict.studies.fleet import (
@@ -66,18 +68,19 @@ def fleet_of(
     """Return the agreement of all pairs of kernels in certificates; raises Refusal.
 
     The contracts may differ only in their kernels. A certificate is used if trusted keys signed it,
-    it is in force, its contract is one of them, and its results are about the limits, regions and
-    rows of the clauses.
+    it is in force, its contract is one of them, its results are about the limits, regions and rows
+    of the clauses, and the files of its metrics are those of the first contract.
     """
     known = _common_digests(contracts)
     files: dict[str, Path] = {}
     program = contracts[0].program
     required = required_clauses(program, contracts[0].base)
+    metrics = {n: file_digest(p) for n, p in metric_files(program, contracts[0].base).items()}
     bodies: dict[str, Predicate] = {}
     ended: dict[str, Predicate] = {}
     unused: dict[str, str] = {}
     for path in dict.fromkeys(certificates):
-        found = _read(path, known, required, trust, moment)
+        found = _read(path, known, required, metrics, trust, moment)
         if isinstance(found, str):
             unused[str(path)] = found
         elif found[0] in bodies:
@@ -196,6 +199,7 @@ def _read(
     path: Path,
     known: Collection[str],
     required: Sequence[RequiredClause],
+    metrics: Mapping[str, str],
     trust: Trust,
     moment: datetime,
 ) -> tuple[str, Predicate, str] | str:
@@ -218,6 +222,10 @@ def _read(
         return "its inference kernel reads weights of its own"
     if body.triple.train.digest == body.triple.infer.digest:
         return "its two kernels are one"
+    stated = {item.name: item.sha256 for item in body.inputs}
+    other = [name for name, digest in metrics.items() if stated.get(name) != digest]
+    if other:
+        return f"it is about another {other[0]}"
     try:
         check_stated(body, seen.stated, tuple(required))
     except Rejected as error:

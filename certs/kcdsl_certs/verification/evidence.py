@@ -131,7 +131,8 @@ def _compare_report(document: Any, clauses: tuple[CertifiedClause, ...], triple:
 
 
 def _is_of(row: Mapping[str, Any], clause: CertifiedClause) -> bool:
-    """Return whether a row of the report equals this result: units, counts, value and verdict."""
+    """Return whether a row of the report equals this result: units, counts, value, limits and
+    verdict. A report has no certified bound."""
     counted, words = row.get("exceedance"), _WORDS.get(clause.verdict)
     if words is not None and row.get("verdict") not in words:
         return False
@@ -144,8 +145,22 @@ def _is_of(row: Mapping[str, Any], clause: CertifiedClause) -> bool:
         return False
     if clause.exceed is not None and clause.exceed != counts.get("k"):
         return False
+    if clause.bound is not None or not _has_limits_of(row, clause):
+        return False
     exact = row.get("exact")
     stated = exact.get("value") if isinstance(exact, dict) else None
     if clause.value is None:
         return True
     return isinstance(stated, str) and parse_real(stated) == clause.value
+
+
+def _has_limits_of(row: Mapping[str, Any], clause: CertifiedClause) -> bool:
+    """Return whether a row of the report has the confidence limits of this result, at no lower
+    confidence."""
+    limits = {name: getattr(clause, name) for name in ("low", "high")}
+    if any(limit not in (None, row.get(name)) for name, limit in limits.items()):
+        return False
+    if clause.alpha is None or not any(limit is not None for limit in limits.values()):
+        return True
+    confidence = row.get("confidence")
+    return isinstance(confidence, int | float) and confidence >= float(1 - clause.alpha)

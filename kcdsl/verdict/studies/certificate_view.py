@@ -98,7 +98,7 @@ class ResultView(Record):
         if self.exceed is not None:
             words.append(f"{self.exceed} beyond")
         if self.confidence is not None:
-            words.append(f"confidence {_in_unit(Fraction(self.confidence), '%')}")
+            words.append(f"confidence {real_text(100 * Fraction(self.confidence))}%")
         return ", ".join(words)
 
     def number(self, name: str) -> str:

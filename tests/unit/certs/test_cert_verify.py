@@ -696,18 +696,56 @@ def test_evidence_about_something_else_is_refused(
     tmp_path: Path,
 ) -> None:
     """Also where the changed document is the one that was signed."""
+    bundle = certify(_with_document(body, vectors_folder, tmp_path, *changed))
+    assert _failures(check(bundle, evidence=tmp_path)) == [("evidence", reason)]
+
+
+@pytest.mark.parametrize(
+    ("stated", "reported", "agree"),
+    [
+        ({"high": 0.0125}, {"high": 0.0125}, True),
+        ({"high": 0.0125}, {"high": 0.013}, False),
+        ({"high": 0.0125}, {"high": None}, False),
+        ({"low": 0.0}, {"low": 0.001}, False),
+        ({"high": 0.0125, "alpha": Fraction(1, 20)}, {"high": 0.0125, "confidence": 0.95}, True),
+        ({"high": 0.0125, "alpha": Fraction(1, 20)}, {"high": 0.0125, "confidence": 0.9}, False),
+        ({"high": 0.0125, "alpha": Fraction(1, 20)}, {"high": 0.0125}, False),
+        ({"bound": 0.0125}, {"bound": 0.0125}, False),
+    ],
+)
+def test_limits_of_a_result_are_those_of_the_report(
+    stated: dict[str, Any],
+    reported: dict[str, Any],
+    agree: bool,
+    body: Predicate,
+    certify: Certify,
+    check: CheckBundle,
+    vectors_folder: Path,
+    tmp_path: Path,
+) -> None:
+    """A hard statistic of a sample passes by its limit, which nothing else confirms."""
+    result = dataclasses.replace(body.clauses[1], **stated)
+    body = dataclasses.replace(body, clauses=(body.clauses[0], result, *body.clauses[2:]))
+    bundle = certify(_with_document(body, vectors_folder, tmp_path, *_row(0, **reported)))
+    expected = [] if agree else [("evidence", "evidence/report-mismatch")]
+    assert _failures(check(bundle, evidence=tmp_path)) == expected
+
+
+def _with_document(
+    body: Predicate, source: Path, folder: Path, role: str, change: Callable[[Any], object]
+) -> Predicate:
+    """Copy proofs and evidence into a folder, one document changed; return the body that names
+    them."""
     files = []
     for clause in body.clauses:
         if clause.proof is not None:
-            proof = (vectors_folder / clause.proof.path).read_bytes()
-            (tmp_path / clause.proof.path).write_bytes(proof)
+            (folder / clause.proof.path).write_bytes((source / clause.proof.path).read_bytes())
     for file in body.evidence:
-        data = (vectors_folder / file.path).read_bytes()
-        if file.role == changed[0]:
+        data = (source / file.path).read_bytes()
+        if file.role == role:
             document = json.loads(data)
-            changed[1](document)
+            change(document)
             data = json.dumps(document).encode()
-        (tmp_path / file.path).write_bytes(data)
+        (folder / file.path).write_bytes(data)
         files.append(dataclasses.replace(file, sha256=hashlib.sha256(data).hexdigest()))
-    bundle = certify(dataclasses.replace(body, evidence=tuple(files)))
-    assert _failures(check(bundle, evidence=tmp_path)) == [("evidence", reason)]
+    return dataclasses.replace(body, evidence=tuple(files))

@@ -362,6 +362,30 @@ def test_threshold_is_at_least_the_noise_floor_of_reference_builds(
     assert rows["KL/all/0"]["compared_at"] == 1e-7
 
 
+def test_report_at_another_temperature_is_no_reference(
+    cli: Any, traces: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its values are of other laws: it would make a regression one within noise."""
+
+    def warmer(document: dict[str, Any]) -> None:
+        value_of(10.0)(document)
+        assert document["environment"]["temperature"] == "1"
+        document["environment"]["temperature"] = "2"
+
+    other = report(tmp_path, traces["fine"], "other", warmer)
+    document = _compare(cli, traces["fine"], traces["coarse"], 1, "--reference", other)
+    assert document["unused"] == {str(other): "it is at another temperature"}
+
+
+def test_report_of_an_edited_metric_is_no_reference(traces: dict[str, Path]) -> None:
+    own, other = (json.loads(traces["fine"].with_name("report.json").read_text()) for _ in "ab")
+    for document, digest in ((own, "0"), (other, "1")):
+        document["environment"]["metrics"] = [{"name": "gap", "sha256": digest}]
+    for history, references in (({"x": other}, {}), ({}, {"x": other})):
+        found = baselines.usable(own, history, references, {})
+        assert found.unused == {"x": "another file computed gap"}
+
+
 def test_sampled_reference_uses_its_confidence_limit() -> None:
     base = {"obligation": "A/all/0", "metric": "mean(kl)", "op": "<=", "unit": "nat"}
     sampled = {**base, "value": 1.0, "high": 2.0, "evidence": "sample"}

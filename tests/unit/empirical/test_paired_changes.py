@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from kcdsl.api import causes
-from kcdsl.ir.terms import Clause, Metric
+from kcdsl.ir.terms import Clause, Family, Metric, UserMetric
 from kcdsl_backends.empirical.decision.aligned import linear, within_of_requests
 from kcdsl_backends.empirical.questions.pairs import compare_runs
 from kcdsl_backends.empirical.statistics import paired
@@ -150,3 +151,43 @@ def test_unit_satisfies_a_threshold_as_in_the_verdict(
     assert row.worse is not None
     assert row.better is not None
     assert kept[0] - kept[1] == row.worse - row.better
+
+
+def _constant(value: float) -> Callable[[int], Sequence[float]]:
+    return lambda tokens: [value] * tokens
+
+
+def test_values_of_other_constants_or_functions_are_not_compared() -> None:
+    """The requirement is the same text, and its values are another quantity."""
+    asked = clause("G", "mean", "grad_bias", "1")
+    one, two = (_measured(asked, "grad_bias", _constant(value)) for value in (0.1, 0.2))
+    (row,) = compare_runs(one, two).rows
+    assert row.change == "regressed"
+    constants = replace(two.program.constants, advantage_max=Fraction(2))
+    (row,) = compare_runs(one, replace(two, program=replace(two.program, constants=constants))).rows
+    assert (row.change, row.reason) == (
+        "not_compared",
+        "the runs computed it by other functions or constants",
+    )
+
+
+def test_values_of_an_edited_function_are_not_compared() -> None:
+    asked = clause("M", "mean", "mine", "1")
+    fields = ("mine", "m.py:mine", Family.STATISTICAL, "token", "lower", "1", "1", ("mean",), ())
+    own = UserMetric(*fields)
+    runs = []
+    for value, digest in ((0.1, "a"), (0.2, "a"), (0.2, "b")):
+        table = _measured(asked, "mine", _constant(value))
+        record = {"name": "mine", "function": own.function, "sha256": 64 * digest}
+        runs.append(
+            replace(
+                table,
+                program=replace(table.program, metrics=(own,)),
+                environment={**table.environment, "metrics": [record]},
+            )
+        )
+    one, same, edited = runs
+    (row,) = compare_runs(one, same).rows
+    assert (row.change, len(compare_runs(one, same).measures)) == ("regressed", 3)  # slices
+    (row,) = compare_runs(one, edited).rows
+    assert (row.change, compare_runs(one, edited).measures) == ("not_compared", ())

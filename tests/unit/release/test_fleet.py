@@ -7,17 +7,19 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kcdsl.check.compile import load_program
-from kcdsl.release.issue import issue
+from kcdsl.release.issue import issue, result_for
+from kcdsl.release.requirements import required_clauses
 from kcdsl.release.results import proof_reference
 from kcdsl.verdict.studies.fleet import Direction, Fleet, FleetKernel, KernelPair
 from kcdsl_certs.signatures import Algorithm, SigningKey, decode, generate, parse_bundle
-from kcdsl_certs.statement import Verdict, certificate_id
+from kcdsl_certs.statement import Evidence, Verdict, certificate_id
 from tests.support.release_scenes import CONTRACT, NOW, evidence_of, results, stand_in, tiny
 
 TRAIN = "{run: torch.eager, numerics: {preset: torch-eager, compute: %s}}"
@@ -249,6 +251,45 @@ def test_ignored_certificates_are_named(made: Scene, ask: Any, cli: Any) -> None
     late[late.index(AT[1])] = "2030-01-01T00:00:00Z"
     ran = cli(*late)
     assert (ran.code, "validity/expired" in ran.stderr) == (2, True)
+
+
+def test_certificates_of_another_metric_function_are_not_joined(made: Scene, ask: Any) -> None:
+    """The contract names the function, and the certificate the file that computed the values."""
+    module = (
+        "from kcdsl import metric\n\n"
+        '@metric(family="numerical", unit="nats", better="lower", counted="token", '
+        'needs=["logits"])\n'
+        'def gap(train_logits, infer_logits):\n    """Gap."""\n    return %s\n'
+    )
+    (made.folder / "kcdsl.toml").write_text('metrics = ["own.py"]\n')
+    clause = "clauses:\n  N-GAP: {require: mean(gap) <= 1, slices: [all], level: L2}\n"
+
+    def pair(train: str, infer: str, value: str) -> Path:
+        (made.folder / "own.py").write_text(module % value)
+        text = text_of(train, infer, CONTRACT.replace("clauses:\n", clause))
+
+        def with_gap(found: list[Any]) -> list[Any]:
+            program = load_program(made.folder / f"{train}{infer}.kc.yaml")
+            (gap,) = (r for r in required_clauses(program, made.folder) if r.id == "N-GAP")
+            more: dict[str, Any] = {
+                "evidence": Evidence.CENSUS,
+                "method": "census/1",
+                "value": Fraction(1, 2),
+            }
+            kl = next(c for c in found if c.id == "N-KL")
+            held = result_for(gap, verdict=Verdict.PASSED, n=kl.n, counted=kl.counted, **more)
+            return [*found, held]
+
+        return made.pair(train, infer, with_gap, text=text)
+
+    old = pair("a", "b", "[0.0]")
+    pair("b", "a", "[0.5]")
+    document, _ = ask(made.words(), 3)
+    assert document["unused"] == {str(old): "it is about another own.py"}
+    (made.folder / "own.py").write_text(module % "[0.5]")
+    new = pair("a", "b", "[0.5]")
+    document, _ = ask(made.words(made.certificates[1], new), 0)
+    assert states(document) == {"K1K2": "agree"}
 
 
 def test_contract_without_a_certificate_is_undecided(made: Scene, ask: Any) -> None:

@@ -267,6 +267,16 @@ def test_result_without_a_run_shows_no_ratio() -> None:
     assert {ratios[name] for name in ("N-KL", "R-LAT", "O-TRACE")} == {None}
 
 
+def test_confidence_is_shown_without_rounding() -> None:
+    """A proof that leaves something to chance is never shown with a confidence of 100 %."""
+    moment = moment_of(AT)
+    bundle = (VECTORS / "valid.cert.json").read_bytes()
+    view: CertificateView = certificate_view("x", inspect(bundle, None, moment), None, moment)
+    assert view.content is not None
+    result = replace(view.content.results[0], confidence=f"0.{'9' * 20}")
+    assert result.rests_on.endswith(f", confidence 99.{'9' * 18}%")
+
+
 def test_a_register_says_its_standing_and_what_the_gate_answers(cli: Any, tmp_path: Path) -> None:
     """A triple that was frozen keeps a valid certificate, and its gate is closed; after a
     revocation the certificate is refused, too."""

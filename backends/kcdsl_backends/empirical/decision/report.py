@@ -38,6 +38,7 @@ from kcdsl_backends.empirical.table.requirements import (
     split,
 )
 from kcdsl_backends.empirical.table.rows import records
+from kcdsl_certs.encoding.reals import real_text
 
 
 def conclude(evidence: EvidenceTable) -> Report:
@@ -220,6 +221,7 @@ def build_report(
             "seed": evidence.seed,
             "confidence": CONFIDENCE,
             "unit": sampling_unit(evidence.program),
+            "temperature": real_text(evidence.program.constants.temperature),
         },
         clauses=results,
         slices=tuple(

@@ -43,7 +43,8 @@ def usable(
 ) -> Baselines:
     """Return the reports, by file, that are comparable with the candidate; each once.
 
-    A report of the history must have the candidate's data, a reference the checkpoint too.
+    A report of the history must have the candidate's data, temperature and functions of metrics, a
+    reference the checkpoint too.
     `untrusted`
         names files that are left out, with the reason.
     """
@@ -72,6 +73,15 @@ def _why_not_comparable(candidate: Document, document: Document, *, checkpoint: 
         return "it is about other data"
     if candidate["environment"].get("unit") != document["environment"].get("unit"):
         return "its units are others"
+    if candidate["environment"].get("temperature") != document["environment"].get("temperature"):
+        return "it is at another temperature"
+    here, there = (
+        {each["name"]: each["sha256"] for each in one["environment"].get("metrics", ())}
+        for one in (candidate, document)
+    )
+    edited = [name for name in here.keys() & there.keys() if here[name] != there[name]]
+    if edited:
+        return f"another file computed {min(edited)}"
     if not checkpoint:
         return ""
     digests = [each["model"].get("sha256") for each in (candidate, document)]

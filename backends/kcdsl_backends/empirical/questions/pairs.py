@@ -6,7 +6,7 @@ Holm's method decides over all rows which of them changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -57,6 +57,7 @@ from kcdsl_backends.empirical.table.requirements import (
     allowed_rate,
     better_of,
     is_mean,
+    metrics_of,
     reads_times,
     split,
     threshold,
@@ -114,7 +115,7 @@ def compare_runs(
         tuple(_differences(incumbent, candidate)),
         ERROR,
         _with_verdicts(_paired(runs, runs[1].obligations, floored, banded)),
-        tuple(_measures(runs[0].slices, runs[1].slices)),
+        tuple(_measures(*runs)),
         len(baselines.history),
         len(baselines.references),
         baselines.unused or {},
@@ -200,6 +201,19 @@ def _refuse_unequal(name: str, obligation: Obligation, runs: Sequence[_Run]) -> 
         own = run.obligations.get(name)
         if name not in run.results or own is None or not _same_question(own, obligation):
             raise NotMeasurable("the incumbent's contract asks something else here")
+    names = metrics_of(obligation.part.require)
+    if any(_computed_by(run, names) != _computed_by(runs[-1], names) for run in runs):
+        raise NotMeasurable("the runs computed it by other functions or constants")
+
+
+def _computed_by(run: _Run, names: Container[str]) -> tuple[object, ...]:
+    """Return what defines the values of metrics beside the requirement: declarations and files of
+    the user's own, and the constants of `grad_bias`."""
+    program, recorded = run.evidence.program, run.evidence.environment.get("metrics", ())
+    files = {each["name"]: each["sha256"] for each in recorded}
+    own = {m.name: (m, files.get(m.name)) for m in program.metrics if m.name in names}
+    stated = program.constants.advantage_max, program.constants.score_norm_max
+    return own, stated if "grad_bias" in names else None
 
 
 def _obligations(evidence: EvidenceTable) -> Iterator[Obligation]:
@@ -322,12 +336,10 @@ def _with_verdicts(found: Sequence[tuple[PairedRow, PairedChange | None]]) -> tu
     return tuple(rows)
 
 
-def _measures(
-    incumbent: Mapping[str, SliceData], candidate: Mapping[str, SliceData]
-) -> Iterator[MeasureDelta]:
+def _measures(incumbent: _Run, candidate: _Run) -> Iterator[MeasureDelta]:
     """Yield the means of quality, reward and runtime cost that both runs measured everywhere."""
-    for name, two in candidate.items():
-        one = incumbent.get(name)
+    for name, two in candidate.slices.items():
+        one = incumbent.slices.get(name)
         if one is None or one.reduced is not None or two.reduced is not None:
             continue
         both = equally_timed((one, two))
@@ -335,7 +347,9 @@ def _measures(
             kind, gap = _KINDS.get(str(definition.family)), metric in MAGNITUDES
             if kind is None or not (gap or definition.kind == "pointwise"):
                 continue
-            if metric == "failure_rate":
+            if metric == "failure_rate" or _computed_by(incumbent, {metric}) != _computed_by(
+                candidate, {metric}
+            ):
                 continue
             # What one kernel writes better than the other: a mean of their signed differences.
             better = "higher" if gap else definition.better
