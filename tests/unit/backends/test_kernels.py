@@ -328,6 +328,7 @@ def test_overflowing_weight_is_refused(tiny: Model, tmp_path: Path) -> None:
 BY_HAND = """
 import torch
 from torch import nn
+script = torch.jit.CompilationUnit("def f(x, w):\\n    return torch.matmul(x, w)\\n")
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -389,6 +390,11 @@ def build(config):
         (
             kernel("torch.eager", preset="fp8-weights"),
             "return torch.ops.aten.linear.default(x, self.weight)",
+            ("outside torch.nn.functional.linear", "weight"),
+        ),
+        (
+            kernel("torch.eager", preset="fp8-weights"),
+            "return script.f(x, self.weight)",
             ("outside torch.nn.functional.linear", "weight"),
         ),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kcdsl.diagnostics import codes, refuse
@@ -188,6 +189,11 @@ class Interception(TorchFunctionMode):
         with sdpa_kernel([SDP_BACKENDS[backend]]) if backend else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, *rest, **more)
 
+    def below(self) -> AbstractContextManager[Any]:
+        """Return a context that records products in programs that call no function of torch, such
+        as those of TorchScript."""
+        return _Below(self._note) if self._owners else nullcontext()
+
     def _note(self, values: tuple[Any, ...]) -> None:
         for tensor in _tensors(values):
             owner = self._owner(tensor) or self._fixed.get(tensor)
@@ -196,6 +202,23 @@ class Interception(TorchFunctionMode):
 
     def _owner(self, tensor: Tensor) -> str | None:
         return self._owners.get(tensor.untyped_storage().data_ptr())
+
+
+class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    def __init__(self, note: Callable[[tuple[Any, ...]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._note = note
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "").partition(".")[0] in _PRODUCTS:
+            self._note((args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -350,10 +350,10 @@ def _refuse_overflow(module: nn.Module, numerics: Numerics) -> None:
 def _probe(kernel: TorchKernel, adapter: Adapter) -> None:
     """Run once on a short sequence, to refuse a kernel that cannot run as claimed."""
     count = kernel.model.fixed_length or min(2, kernel.model.limits[1] or 2)
-    with warnings.catch_warnings():
+    watch = kernel.interception
+    with warnings.catch_warnings(), nullcontext() if watch is None else watch.below():
         warnings.simplefilter("ignore")
         kernel.forward(kernel.tokens([0] * count))
-    watch = kernel.interception
     if watch is None:
         return
     watch.probing = False
