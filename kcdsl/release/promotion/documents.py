@@ -146,6 +146,10 @@ def _report(
     for name, digest in data.items():
         if inputs.get(name) != digest:
             raise OtherSubject(f"its data {name} is not that of the contract")
+    for used in document["environment"].get("metrics", ()):
+        name = str(used["function"]).rpartition(":")[0]
+        if inputs.get(name) != used["sha256"]:
+            raise OtherSubject(f"another file than {name} of the contract computed a metric")
     if inputs and not data:
         raise OtherSubject("it names no data of the contract")
     looks = document.get("statistics", {}).get("looks", 1)

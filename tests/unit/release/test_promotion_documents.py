@@ -224,6 +224,21 @@ def test_document_about_another_subject_is_ignored(
         read(document)
 
 
+def test_report_of_an_edited_metric_is_ignored(tmp_path: Path) -> None:
+    """The contract names the function of a metric, and not the content of its file."""
+    path, document = tmp_path / "report.json", report(ROW)
+    inputs = {"own.py": digest("own"), "data.jsonl": digest("data")}
+    document["data"] = [{"name": "data.jsonl", "sha256": digest("data")}]
+    for text in ("own", "edited"):
+        own = {"name": "gap", "function": "own.py:gap", "sha256": digest(text)}
+        document["environment"] = {"metrics": [own]}
+        path.write_text(json.dumps(document))
+        if text == "own":
+            assert read_evidence(path, [RATE], ABOUT, inputs, CANARY, ()).results
+    with pytest.raises(OtherSubject, match=r"another file than own\.py of the contract"):
+        read_evidence(path, [RATE], ABOUT, inputs, CANARY, ())
+
+
 def test_window_with_a_slice_left_out_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "window.json"
     path.write_text(json.dumps(window(ROW) | {"deferred": {"N-KL": "later"}}))

@@ -112,16 +112,19 @@ def _histograms(
         measure = measures.get(name)
         higher = measure is not None and measure.better == "higher"
         formula = "" if measure is None else measure.formula
-        every = _worst(usable, name, higher)
-        scale, edges = edges_of(every)
+        parts = {
+            part.name: _worst([u for u in part.requests if u.failure is None], name, higher)
+            for part in _slices(data)
+        }
+        # a slice may have some rollouts of a prompt, whose worst value is another
+        scale, edges = edges_of(np.concatenate([_worst(usable, name, higher), *parts.values()]))
         rows = []
-        for part in _slices(data):
-            worst = _worst([u for u in part.requests if u.failure is None], name, higher)
+        for part, worst in parts.items():
             if worst.size:
                 spread = percentiles(worst, higher_is_better=higher)
                 rows.append(
                     {
-                        "slice": part.name,
+                        "slice": part,
                         **histogram(worst, scale, edges),
                         "percentiles": spread,
                     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -48,6 +49,20 @@ def test_log_scale_counts_zeros_separately() -> None:
     assert found["zeros"] == 2
     assert sum(found["counts"]) == 3
     assert found["counts"][0] == found["counts"][-1] == 1
+
+
+def test_histogram_has_the_units_of_a_slice_with_smaller_values() -> None:
+    """A slice with some rollouts of a prompt has other worst values than the prompt."""
+    table = evidence()
+    data = slice_data(table)
+    units = tuple(
+        replace(unit, values={**unit.values, "kl": unit.values["kl"] / 1e3})
+        for unit in data["long"].requests
+    )
+    charts = charts_of(table, {**data, "long": replace(data["long"], requests=units)}, ())
+    (drawn,) = (c for c in charts["histograms"] if c["metric"] == "kl")
+    for part in drawn["slices"]:
+        assert sum(part["counts"]) + part["zeros"] + part["outside"] == part["n"], part["slice"]
 
 
 def test_histograms_of_equal_and_missing_values() -> None:
