@@ -15,7 +15,7 @@ import numpy as np
 
 from kcdsl.ir.obligations import obligations_of
 from kcdsl.ir.tables import expand_tables, is_bucket
-from kcdsl.ir.terms import Abs, Metric, Program, Statistic, Term
+from kcdsl.ir.terms import Abs, Metric, Program, Statistic
 from kcdsl.metrics import METRICS as DEFINITIONS
 from kcdsl.metrics import MetricDefinition
 from kcdsl.verdict.result import ClauseResult
@@ -40,11 +40,7 @@ from kcdsl_backends.empirical.table.evidence import (
     SamplingUnit,
     SliceData,
 )
-from kcdsl_backends.empirical.table.requirements import (
-    main_comparison,
-    metrics_of,
-    prompts_are_units,
-)
+from kcdsl_backends.empirical.table.requirements import metrics_of, prompts_are_units
 
 SLICES, METRICS, PAIRS = 12, 12, 200
 """Largest numbers of slices, metrics, and pairs of measured and certified drift that are drawn."""
@@ -175,7 +171,7 @@ def _sized(name: str, values: Array) -> Array:
 
 
 def _limits(
-    name: str, compared: Mapping[str, Term], results: Sequence[ClauseResult]
+    name: str, compared: Mapping[str, object], results: Sequence[ClauseResult]
 ) -> list[dict[str, Any]]:
     """Return the thresholds of clauses on percentiles and extremes of a metric, once each."""
     found: dict[tuple[str, float], dict[str, Any]] = {}
@@ -196,16 +192,15 @@ def _limits(
     return list(found.values())
 
 
-def _compared(program: Program, slices: Iterable[str]) -> dict[str, Term]:
-    """Return the term that each obligation bounds, by its identifier."""
-    obligations = (
-        each
+def _compared(program: Program, slices: Iterable[str]) -> dict[str, object]:
+    """Return the quantity that each obligation bounds, by its identifier."""
+    return {
+        each.id: each.comparison.quantity
         for clause in expand_tables(program).clauses
         for name in slices
         for each in obligations_of(clause, name)
-    )
-    found = ((each.id, main_comparison(each.part.require)) for each in obligations)
-    return {id: comparison.left for id, comparison in found if comparison is not None}
+        if each.comparison is not None
+    }
 
 
 # --- curves and ranges ---------------------------------------------------------------------------
