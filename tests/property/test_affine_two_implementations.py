@@ -409,8 +409,9 @@ def test_boxes_of_drifts_agree(
     assert (derived.hi >= found.hi - looser)[some].all()
 
 
+@pytest.mark.parametrize("alpha", [None, Fraction(1, 10**6)])
 def test_drifts_of_equal_kernels_agree_where_small_terms_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alpha: Fraction | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal kernels have one box, and no terms that are small beside it."""
     monkeypatch.setattr("kcdsl_backends.drift.affine.tape.MANY_PRODUCTS", 1)
@@ -418,7 +419,7 @@ def test_drifts_of_equal_kernels_agree_where_small_terms_are_left(
     rng = np.random.default_rng(5)
     graph, records = RULES["context of shared heads"](rng), (KERNELS["float32 any"],) * 2
     centre = np.rint(rng.standard_normal(graph.input_shape) * 2**10) / 2**10
-    found, derived = drifts(tmp_path, graph, records, centre, 0.0)
+    found, derived = drifts(tmp_path, graph, records, centre, 0.0, alpha)
     assert (np.maximum(-derived.lo, derived.hi) <= found.hi * (1 + AGREE)).all()
 
 
